@@ -1,0 +1,172 @@
+"""How the world is cut: world = replicate x node x local (x tp). Pure: no torch, no process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mics_dtensor.errors import ConfigError
+from mics_dtensor.topology import Topology
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """The place of a rank. `node` and `local` are those inside the partition group."""
+
+    replicate: int
+    node: int
+    local: int
+    tp: int = 0
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """How groups of one kind lie on the nodes; what the bytes on each link follow from.
+
+    `num_groups` of them exist in the world and communicate at once; each has `ranks_per_node`
+    ranks in each of `num_nodes` nodes. (4, 1, 8): eight groups of four ranks, one a node.
+    """
+
+    num_nodes: int
+    ranks_per_node: int
+    num_groups: int
+
+    @property
+    def size(self) -> int:
+        """Ranks in one group."""
+        return self.num_nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The partition groups of a world (MiCS, arXiv 2205.00119, section 3.1).
+
+    `partition_size` is the number of shards of a parameter. A partition group occupies
+    partition_size x tensor_parallel_size ranks: either inside a node, dividing it, or a whole
+    number of nodes. Ranks are ascending along (replicate, node, local, tp), tp innermost.
+    Raises ConfigError for what cannot be; an object that exists is valid.
+    """
+
+    topology: Topology
+    partition_size: int
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        world, node = self.topology.world_size, self.topology.ranks_per_node
+        tp = self.tensor_parallel_size
+        if not self.topology.is_contiguous:
+            raise ConfigError(
+                f"the ranks of a node must be consecutive; got {self.topology.nodes}: start the "
+                "ranks node by node (torchrun's --node-rank in the order of the hosts)"
+            )
+        if tp < 1 or node % tp:
+            raise ConfigError(
+                f"tensor_parallel_size {tp} does not divide the {node} ranks of a node; "
+                f"choose from {divisors(node)}"
+            )
+        works = partition_sizes(self.topology, tensor_parallel_size=tp)
+        if self.partition_size not in works:
+            occupied = self.partition_size * tp
+            if self.partition_size < 1 or world % occupied:
+                why = f"does not divide the {world} ranks of the world"
+            else:
+                why = f"crosses nodes of {node} ranks unevenly"
+            what = f"partition_size {self.partition_size}"
+            if tp > 1:
+                what += f" x tensor_parallel_size {tp} = {occupied} ranks"
+            raise ConfigError(f"{what} {why}; choose partition_size from {works}")
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the model states: the size of a replication group."""
+        return self.topology.world_size // (self.partition_size * self.tensor_parallel_size)
+
+    @property
+    def nodes_per_partition_group(self) -> int:
+        """Nodes that a partition group spans; 1 where it lies inside a node."""
+        occupied = self.partition_size * self.tensor_parallel_size
+        return max(1, occupied // self.topology.ranks_per_node)
+
+    @property
+    def shards_per_node(self) -> int:
+        """Shards of a partition group that one node holds: the size of the `local` axis."""
+        return self.partition_size // self.nodes_per_partition_group
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """Sizes of the axes of `init_mesh`."""
+        tp = (self.tensor_parallel_size,) if self.tensor_parallel_size > 1 else ()
+        return (self.num_replicas, self.partition_size, *tp)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """("replicate", "shard"), and "tp" where there is tensor parallelism."""
+        return ("replicate", "shard", "tp")[: len(self.mesh_shape)]
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """The place of `rank`."""
+        rest, tp = divmod(rank, self.tensor_parallel_size)
+        rest, local = divmod(rest, self.shards_per_node)
+        replicate, node = divmod(rest, self.nodes_per_partition_group)
+        return Coordinate(replicate=replicate, node=node, local=local, tp=tp)
+
+    def rank_of(self, at: Coordinate) -> int:
+        """The rank at a place: the inverse of `coordinate`."""
+        block = at.replicate * self.nodes_per_partition_group + at.node
+        return (block * self.shards_per_node + at.local) * self.tensor_parallel_size + at.tp
+
+    def partition_group(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold one sharded copy together with `rank`, ascending."""
+        at = self.coordinate(rank)
+        return self._ranks(lambda c: (c.replicate, c.tp) == (at.replicate, at.tp), at)
+
+    def replication_group(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same shard as `rank`, one a replica, ascending."""
+        stride = self.partition_size * self.tensor_parallel_size
+        return tuple(range(rank % stride, self.topology.world_size, stride))
+
+    def node_group(self, rank: int) -> tuple[int, ...]:
+        """The peers of `rank` at its place in the other nodes of its partition group (slow link)."""
+        at = self.coordinate(rank)
+        return self._ranks(lambda c: (c.local, c.tp) == (at.local, at.tp), at)
+
+    def local_group(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the partition group of `rank` in its own node (fast link)."""
+        at = self.coordinate(rank)
+        return self._ranks(lambda c: (c.node, c.tp) == (at.node, at.tp), at)
+
+    @property
+    def shard_shape(self) -> GroupShape:
+        """How the partition groups lie on the nodes."""
+        groups = self.num_replicas * self.tensor_parallel_size
+        return GroupShape(self.nodes_per_partition_group, self.shards_per_node, groups)
+
+    @property
+    def replicate_shape(self) -> GroupShape:
+        """How the replication groups lie on the nodes."""
+        replicas_per_node = max(
+            1, self.topology.ranks_per_node // (self.partition_size * self.tensor_parallel_size)
+        )
+        nodes = self.num_replicas // replicas_per_node
+        groups = self.partition_size * self.tensor_parallel_size
+        return GroupShape(nodes, replicas_per_node, groups)
+
+    def _ranks(self, wanted: Callable[[Coordinate], bool], at: Coordinate) -> tuple[int, ...]:
+        occupied = self.partition_size * self.tensor_parallel_size
+        own_copy = range(at.replicate * occupied, (at.replicate + 1) * occupied)
+        return tuple(rank for rank in own_copy if wanted(self.coordinate(rank)))
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of `number`, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def partition_sizes(topology: Topology, *, tensor_parallel_size: int = 1) -> list[int]:
+    """The partition sizes that a world can be cut into, ascending."""
+    node, tp = topology.ranks_per_node, tensor_parallel_size
+    return [
+        size
+        for size in divisors(topology.world_size // tp)
+        if node % (size * tp) == 0 or (size * tp) % node == 0
+    ]
