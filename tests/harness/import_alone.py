@@ -76,8 +76,11 @@ class WatchedEnvironment(type(os.environ)):
         return super().__iter__()
 
 
+STEPS_BETWEEN = (__file__, os.__file__, "<frozen os>", "<frozen _collections_abc>")
+
+
 def _note(key: str, frame: FrameType | None) -> None:
-    while frame and frame.f_code.co_filename in (__file__, os.__file__, "<frozen os>"):
+    while frame and frame.f_code.co_filename in STEPS_BETWEEN:
         frame = frame.f_back
     if frame and OURS in frame.f_code.co_filename:
         reads.append(key)
@@ -108,7 +111,7 @@ def main() -> None:
     for name in getattr(contents, "__all__", []):
         getattr(contents, name)
     changed = root_logger != (list(logging.root.handlers), logging.root.level)
-    print(json.dumps({"reads": reads, "logs": logs, "root_logger_changed": changed}))
+    print(json.dumps({"reads": sorted(set(reads)), "logs": logs, "root_logger_changed": changed}))
 
 
 if __name__ == "__main__":

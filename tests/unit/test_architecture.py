@@ -124,7 +124,7 @@ def run_python(*arguments: str, source: Path = SRC) -> subprocess.CompletedProce
     """Run a fresh interpreter that finds the package in `source`."""
     return subprocess.run(
         [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": str(source), "MICS_PROBE": "1"},
+        env={**os.environ, "PYTHONPATH": str(source), "KEY_READ": "1"},
         capture_output=True,
         text=True,
         timeout=100,
@@ -164,32 +164,33 @@ def test_the_core_imports_with_torch_alone_and_in_silence() -> None:
     assert json.loads(done.stdout) == SILENT
 
 
-@pytest.mark.parametrize(
-    ("source", "told"),
-    [
-        ("import os; os.environ['MICS_PROBE']", {"reads": ["MICS_PROBE"]}),
-        ("import os; os.environ.get('MICS_PROBE')", {"reads": ["MICS_PROBE"]}),
-        ("import os; os.getenv('MICS_PROBE')", {"reads": ["MICS_PROBE"]}),
-        ("import os; 'MICS_PROBE' in os.environ", {"reads": ["MICS_PROBE"]}),
-        ("from os import environ; dict(environ.items())", {"reads": ["all of it"]}),
-        ("import logging; logging.getLogger('x').debug('hello')", {"logs": ["hello"]}),
-        ("import logging; logging.basicConfig()", {"root_logger_changed": True}),
-        ("import torch", {}),
-    ],
-)
-def test_what_a_core_does_at_import_is_seen(
-    tmp_path: Path, source: str, told: dict[str, object]
-) -> None:
-    done = run_python(str(ALONE), "mics_dtensor.planted", source=plant(tmp_path, source))
+TALKATIVE = """
+import logging, os
+from os import environ
+environ["KEY_READ"]
+environ.get("KEY_GOT")
+os.getenv("KEY_GETENV")
+"KEY_ASKED" in environ
+list(environ)
+logging.getLogger("planted").debug("hello")
+logging.basicConfig()
+"""
+
+
+def test_what_a_core_does_at_import_is_seen(tmp_path: Path) -> None:
+    done = run_python(str(ALONE), "mics_dtensor.planted", source=plant(tmp_path, TALKATIVE))
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == SILENT | told
+    assert json.loads(done.stdout) == {
+        "reads": ["KEY_ASKED", "KEY_GETENV", "KEY_GOT", "KEY_READ", "all of it"],
+        "logs": ["hello"],
+        "root_logger_changed": True,
+    }
 
 
-@pytest.mark.parametrize("name", ["numpy", "pytest"])
-def test_other_libraries_are_hidden_from_the_core(tmp_path: Path, name: str) -> None:
-    planted = plant(tmp_path, f"import {name}")
+def test_other_libraries_are_hidden_from_the_core(tmp_path: Path) -> None:
+    planted = plant(tmp_path, "import torch\nimport numpy")
     done = run_python(str(ALONE), "mics_dtensor.planted", source=planted)
-    assert f"{name} is hidden: only torch is installed" in done.stderr
+    assert "numpy is hidden: only torch is installed" in done.stderr
 
 
 def plant(folder: Path, source: str) -> Path:
