@@ -1,4 +1,4 @@
-"""How the world is cut: world = replicate x node x local (x tp). Pure: no torch, no process group."""
+"""How the world is cut: world = replicate x node x local (x tp). Pure: no torch, no groups."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Layout:
         return tuple(range(rank % stride, self.topology.world_size, stride))
 
     def node_group(self, rank: int) -> tuple[int, ...]:
-        """The peers of `rank` at its place in the other nodes of its partition group (slow link)."""
+        """The peers of `rank` at its place in the nodes of its partition group (slow link)."""
         at = self.coordinate(rank)
         return self._ranks(lambda c: (c.local, c.tp) == (at.local, at.tp), at)
 

@@ -12,10 +12,10 @@ ORDER = (
     ("errors", "upstream"),
     ("topology",),
     ("layout",),
-    ("plan", "mesh"),
+    ("plan", "mesh", "stage", "gradient", "agreement"),
     ("collectives", "boundary", "audit"),
     ("accumulate", "apply", "replicas"),
-    ("clip", "explain", "sharded_states"),
+    ("clip", "explanation", "sharded_states"),
     ("checkpoint",),
     ("train",),
     ("cli",),
@@ -34,7 +34,13 @@ GROUP_MAKERS = {
     "from_group",
 }
 ROOT_LOGGER = {"basicConfig", "captureWarnings", "dictConfig", "disable", "fileConfig", "root"} | {
-    "debug", "info", "warning", "error", "exception", "critical", "log",
+    "debug",
+    "info",
+    "warning",
+    "error",
+    "exception",
+    "critical",
+    "log",
 }
 LOGGER_SETTINGS = {"addHandler", "addFilter", "propagate", "setLevel"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

@@ -110,7 +110,10 @@ GOOD = [
     ("apply", "def f(mesh: DeviceMesh) -> DeviceMesh: ..."),
     ("apply", "logger = logging.getLogger(__name__)\nlogger.info('x')"),
     ("apply", "class A:\n    _x: int\n    def __eq__(self, other):\n        other._x == self._x"),
-    ("apply", "class A:\n    def f(self):\n        self._y = 1\n        self._g()\n    def _g(self): ..."),
+    (
+        "apply",
+        "class A:\n    def f(self):\n        self._y = 1\n        self._g()\n    def _g(self): ...",
+    ),
     ("apply", "row._replace(a=1)\ntype(x).__name__\ngetattr(x, 'public')"),
 ]
 
