@@ -116,7 +116,7 @@ def _held(model: nn.Module | Iterable[nn.Module]) -> list[_Held]:
     for part in parts:
         for module in part.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # else a root that ran keeps its unsharded copy, and goes on with it
+                module.reshard()  # a root that ran would go on with its unsharded copy
     return held
 
 

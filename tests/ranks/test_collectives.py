@@ -131,7 +131,7 @@ def test_strided_groups_of_tensor_parallel_ranks() -> None:
 
 @ranks(4)
 def test_the_ranks_of_a_group_decide_not_the_object() -> None:
-    """hazards 2.2: separate reduce-scatter groups, and smaller ones of integer reshard."""
+    """Hazards 2.2: separate reduce-scatter groups, and smaller ones of integer reshard."""
     group, stages = partition_group(4, 2)
     other_object = dist.new_group([0, 1, 2, 3])
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
