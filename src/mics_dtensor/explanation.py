@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -89,13 +89,15 @@ def explain(
     plain = over_all_ranks(
         described, num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node
     )
-    return Explanation(described, step_traffic(described, options), step_traffic(plain, options))
+    flat = replace(options, hierarchical=False)
+    return Explanation(described, step_traffic(described, options), step_traffic(plain, flat))
 
 
 def _describe(unit: FsdpUnit, topology: Topology, hop: torch.dtype | None) -> Unit:
     def shapes(*, trainable: bool) -> tuple[tuple[int, ...], ...]:
-        return tuple(p.shape for p in unit.params if _trains(p) == trainable)
+        return tuple(_sharded_first(p) for p in unit.params if _trains(p) == trainable)
 
+    smaller = unit.regather_group
     return Unit(
         name=unit.name,
         shapes=shapes(trainable=True),
@@ -103,10 +105,17 @@ def _describe(unit: FsdpUnit, topology: Topology, hop: torch.dtype | None) -> Un
         shard=_shape_of(unit.shard_group, topology),
         replicate=_shape_of(unit.replicate_group, topology),
         gathers=2 if unit.reshards_after_forward else 1,
+        regather=_shape_of(smaller, topology) if smaller is not None else None,
         gather_itemsize=unit.gather_dtype.itemsize,
         reduce_itemsize=unit.reduce_dtype.itemsize,
         hop_itemsize=(hop or unit.reduce_dtype).itemsize,
     )
+
+
+def _sharded_first(param: ShardedParameter) -> tuple[int, ...]:
+    """The shape with the dim that is cut in front, which is where the traffic looks for rows."""
+    rest = list(param.shape)
+    return (rest.pop(param.sharded_dim), *rest)
 
 
 def _trains(param: ShardedParameter) -> bool:

@@ -32,7 +32,8 @@ class Unit:
 
     `shapes` are those of the parameters before sharding (one rank's part under tensor parallel),
     `frozen` those without gradients; itemsizes in bytes. `gathers` counts those of one micro-step:
-    2 if the backward gathers again.
+    2 if the backward gathers again, in the groups `regather` where it is not the whole partition
+    group that gathers then (integer reshard_after_forward).
     """
 
     name: str
@@ -42,6 +43,7 @@ class Unit:
     frozen: tuple[tuple[int, ...], ...] = ()
     count: int = 1
     gathers: int = 2
+    regather: GroupShape | None = None
     gather_itemsize: int = 4
     reduce_itemsize: int = 4
     hop_itemsize: int = 4
@@ -130,7 +132,9 @@ def over_all_ranks(units: Sequence[Unit], *, num_nodes: int, ranks_per_node: int
     """The same units under plain FSDP (ZeRO-3) over all ranks: what users compare with."""
     one = GroupShape(1, 1, num_nodes * ranks_per_node)
     everyone = GroupShape(num_nodes, ranks_per_node, 1)
-    return [replace(unit, shard=_whole(unit, everyone), replicate=one) for unit in units]
+    return [
+        replace(unit, shard=_whole(unit, everyone), replicate=one, regather=None) for unit in units
+    ]
 
 
 def buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
@@ -159,9 +163,13 @@ def _whole(unit: Unit, everyone: GroupShape) -> GroupShape:
 
 def _gather(unit: Unit, options: Options) -> Iterator[Stage]:
     shard_bytes = unit.gather_itemsize * (unit.shard_numel() + unit.shard_numel(frozen=True))
-    times = unit.count * unit.gathers * options.num_micro_steps
+    again = unit.regather
+    times = unit.count * (unit.gathers if again is None else 1) * options.num_micro_steps
     if unit.shard.size == 1:
         return
+    if again is not None and again.size > 1:  # a group of other ranks: never in two stages
+        larger_bytes = shard_bytes * unit.shard.size // again.size
+        yield _ring(unit, "gather again", "all_gather", again, larger_bytes, times)
     if not _is_hierarchical(unit.shard, options):
         yield _ring(unit, "gather", "all_gather", unit.shard, shard_bytes, times)
         return
