@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from mics_dtensor.plan.traffic import (
     Options,
     Traffic,
     Unit,
-    over_all_ranks,
+    plain_fsdp_traffic,
     step_traffic,
 )
 from mics_dtensor.topology import Topology
@@ -86,11 +86,10 @@ def explain(
         bucket_size_bytes=bucket_size_bytes,
         backend="gloo" if backend == "gloo" else "nccl",
     )
-    plain = over_all_ranks(
-        described, num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node
+    plain = plain_fsdp_traffic(
+        described, options, num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node
     )
-    flat = replace(options, hierarchical=False)
-    return Explanation(described, step_traffic(described, options), step_traffic(plain, flat))
+    return Explanation(described, step_traffic(described, options), plain)
 
 
 def _describe(unit: FsdpUnit, topology: Topology, hop: torch.dtype | None) -> Unit:

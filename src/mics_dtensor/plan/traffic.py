@@ -137,6 +137,14 @@ def over_all_ranks(units: Sequence[Unit], *, num_nodes: int, ranks_per_node: int
     ]
 
 
+def plain_fsdp_traffic(
+    units: Sequence[Unit], options: Options, *, num_nodes: int, ranks_per_node: int
+) -> Traffic:
+    """The traffic of `over_all_ranks`: one ring each, and gradients reduced in every micro-step."""
+    plain = over_all_ranks(units, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+    return step_traffic(plain, replace(options, hierarchical=False))
+
+
 def buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
     """Cut the positions of `sizes` (bytes) into consecutive buckets, each closed at `limit`.
 
@@ -167,16 +175,16 @@ def _gather(unit: Unit, options: Options) -> Iterator[Stage]:
     times = unit.count * (unit.gathers if again is None else 1) * options.num_micro_steps
     if unit.shard.size == 1:
         return
+    if _is_hierarchical(unit.shard, options):
+        across, within = _split(unit.shard)
+        calls = times * unit.shard.num_nodes
+        yield _ring(unit, "gather between nodes", "all_gather", across, shard_bytes, times)
+        yield _ring(unit, "gather within the node", "all_gather", within, shard_bytes, calls)
+    else:
+        yield _ring(unit, "gather", "all_gather", unit.shard, shard_bytes, times)
     if again is not None and again.size > 1:  # a group of other ranks: never in two stages
         larger_bytes = shard_bytes * unit.shard.size // again.size
         yield _ring(unit, "gather again", "all_gather", again, larger_bytes, times)
-    if not _is_hierarchical(unit.shard, options):
-        yield _ring(unit, "gather", "all_gather", unit.shard, shard_bytes, times)
-        return
-    across, within = _split(unit.shard)
-    nodes = unit.shard.num_nodes
-    yield _ring(unit, "gather between nodes", "all_gather", across, shard_bytes, times)
-    yield _ring(unit, "gather within the node", "all_gather", within, shard_bytes, times * nodes)
 
 
 def _reduce(unit: Unit, options: Options) -> Iterator[Stage]:
