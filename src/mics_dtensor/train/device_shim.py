@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import sys
+import warnings
 from collections.abc import Iterable
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
@@ -18,6 +19,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+
+from mics_dtensor.upstream import set_timeout
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -37,6 +40,7 @@ def use_device(device_type: DeviceType) -> None:
                 module.device_type = "cpu"  # type: ignore[attr-defined]
             if hasattr(module, "device_module"):
                 module.device_module = device_module  # type: ignore[attr-defined]
+        _quiet_dtensor()
     _patch_peak_flops(device_type)
     _patch_pg_timeouts()
 
@@ -70,6 +74,15 @@ def use_sums_of_gloo(model_parts: Iterable[torch.nn.Module]) -> None:
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
+
+
+def _quiet_dtensor() -> None:
+    """Say once what torch warns about on every rank, and what comes of it."""
+    warnings.filterwarnings("ignore", message="DTensor (manual_seed|random operators)")
+    logger.warning(
+        "on CPU every shard of a parameter starts from the same random numbers (DTensor has no "
+        "offsets for this device): a first loss depends on the partition size"
+    )
 
 
 def _torchtitan_modules() -> list[ModuleType]:
@@ -130,22 +143,22 @@ def _patch_peak_flops(device_type: DeviceType) -> None:
 
 
 def _patch_pg_timeouts() -> None:
-    """Timeouts of process groups, after the first step.
+    """torchtitan lowers the timeouts of its groups after the first step.
 
-    torchtitan calls torch.distributed.set_timeout, which torch has from 2.14 on; passes device_ids
-    to the barrier, which gloo refuses; and knows the groups of its own meshes alone, not those of
-    the hierarchical collectives.
+    It calls torch.distributed.set_timeout, which torch has from 2.14 on, and passes device_ids to
+    the barrier, which gloo refuses.
     """
     from torchtitan.distributed import utils as dist_utils
 
     def set_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
-        """Every rank has to arrive before any rank waits for less than it did."""
-        del parallel_dims
-        dist.barrier()
-        set_timeout_of_all_groups(timeout)
+        """Collective: no rank waits for less before every rank has arrived."""
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[torch.cuda.current_device()])
+            torch.cuda.synchronize()
+        else:
+            dist.barrier()
+        meshes = parallel_dims.get_all_one_dimensional_meshes().values()
+        for group in [*(mesh.get_group() for mesh in meshes), None]:
+            set_timeout(timeout, group)
 
     dist_utils.set_pg_timeouts = set_pg_timeouts
-
-
-def set_timeout_of_all_groups(timeout: timedelta) -> None:
-    pass

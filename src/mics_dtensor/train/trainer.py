@@ -1,89 +1,189 @@
-"""torchtitan's trainer with the two-hop step: the loop stays torchtitan's own."""
+"""torchtitan's trainer with the two-hop step; the loop stays torchtitan's own."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.trainer import Trainer
 
-from mics_dtensor import (
-    Layout,
-    apply_mics,
-    clip_grad_norm_,
-    explain,
-    gradient_accumulation,
-    synchronize_replicas,
-)
+from mics_dtensor.accumulate import gradient_accumulation
+from mics_dtensor.apply import apply_mics, stage_groups
+from mics_dtensor.clip import clip_grad_norm_
 from mics_dtensor.errors import ConfigError
-from mics_dtensor.train import device_shim, metrics
+from mics_dtensor.explain import explain
+from mics_dtensor.layout import Layout
+from mics_dtensor.replicas import synchronize_replicas
+from mics_dtensor.topology import Topology
+from mics_dtensor.train import device_shim
+from mics_dtensor.train.metrics import Progress, Record, config_of
+from mics_dtensor.upstream import Unit, set_timeout, units_of
 
 logger = logging.getLogger(__name__)
 
 Batches = Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
 
 
-class MicsTrainer(Trainer):
-    """Trains `config` on the partition groups of `layout`. Building one is collective.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a run lies. `layout` is that of one pipeline stage, `topology` that of the world."""
 
-    `device_shim.use_device` comes first. Every rank of the world gives the same arguments.
+    layout: Layout
+    topology: Topology
+    hierarchical: bool = True
+
+
+class MicsTrainer(Trainer):
+    """Trains `config` on the partition groups of `placement`.
+
+    Building one is collective: every rank gives the same arguments, after
+    `device_shim.use_device`. Raises ConfigError on every rank for what it cannot run.
     """
 
-    def __init__(self, config: Trainer.Config, *, layout: Layout, run_id: str) -> None:
-        refuse_cuda_graphs(config, layout)
-        self.layout = layout
-        config = dataclasses.replace(config, metrics=metrics.config_of(config.metrics))
-        super().__init__(config)
-        audit_meshes(self.parallel_dims, layout)
-        refuse_tokenizer(self.tokenizer, vocab_size=self.model_config.vocab_size)
+    def __init__(self, config: Trainer.Config, *, placement: Placement, run_id: str) -> None:
+        refuse_cuda_graphs(config, placement.layout)
+        self._has_replicas = placement.layout.num_replicas > 1
+        super().__init__(dataclasses.replace(config, metrics=config_of(config.metrics)))
+        if config.checkpoint.create_seed_checkpoint:  # one rank, nothing is sharded
+            return
+        units = units_of(self.model_parts)
+        audit_groups(units, placement.layout, rank=dist.get_rank())
         device_shim.use_sums_of_gloo(self.model_parts)
-        apply_mics(self.model_parts, topology=layout.topology)
+        apply_mics(
+            self.model_parts, topology=placement.topology, hierarchical=placement.hierarchical
+        )
         for part in self.model_parts:
             synchronize_replicas(part)
         self.explanation = explain(
             self.model_parts, num_micro_steps=self.gradient_accumulation_steps
         )
         self.metrics_processor.record_to(
-            metrics.Record(
-                run_id=run_id,
-                traffic=self.explanation,
-                total_steps=config.training.steps,
-                dump_folder=config.dump_folder,
-            )
+            Record(run_id=run_id, traffic=self.explanation, dump_folder=config.dump_folder)
         )
 
     def init_distributed(self) -> ParallelDims:
-        """The meshes of torchtitan; the process group where the program has not made it yet."""
+        """torchtitan's meshes; its process group where the program has not made it already."""
         if not dist.is_initialized():
             return super().init_distributed()
         return ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
 
+    def train(self) -> None:
+        """torchtitan's loop, from the checkpoint's step on."""
+        self._progress: Progress | None = None
+        with _replaced(dist_utils, "set_pg_timeouts", self._with_stages(dist_utils.set_pg_timeouts)):
+            super().train()
+
     def train_step(self, data_iterator: Batches) -> None:
         """One optimizer step: the second hop is over when torchtitan asks for the norm."""
+        if self._progress is None:
+            self._progress = Progress(done=self.step - 1, last=self.config.training.steps)
         self._micro_steps_done = 0
-        with ExitStack() as self._accumulation, _our_clip():
+        clip = _clip_instead_of(dist_utils.clip_grad_norm_)
+        with ExitStack() as self._open_step, _replaced(dist_utils, "clip_grad_norm_", clip):
             super().train_step(data_iterator)
+        if self.metrics_processor.tells and (words := self._progress.words(self.step)):
+            logger.info(words)
 
     def forward_backward_step(self, **batch: Any) -> torch.Tensor:
         """One micro-step. torchtitan does not say which one it is, so they are counted here."""
+        if not self._has_replicas:  # one hop is all there is; CUDA graphs may replay it
+            return super().forward_backward_step(**batch)
+        num_micro_steps = self.gradient_accumulation_steps
         if self._micro_steps_done == 0:
-            # Not before: a step for which the data run out never begins.
-            self._step = self._accumulation.enter_context(
-                gradient_accumulation(
-                    self.model_parts, num_micro_steps=self.gradient_accumulation_steps
-                )
+            # Not before: a step for which the data run out must not begin.
+            self._accumulation = self._open_step.enter_context(
+                gradient_accumulation(self.model_parts, num_micro_steps=num_micro_steps)
             )
-        with self._step.micro_step():
+        with self._accumulation.micro_step():
             loss = super().forward_backward_step(**batch)
         self._micro_steps_done += 1
-        if self._micro_steps_done == self.gradient_accumulation_steps:
-            self._accumulation.close()
+        if self._micro_steps_done == num_micro_steps:
+            self._open_step.close()
         return loss
+
+    def _with_stages(self, of_meshes: Callable[..., None]) -> Callable[..., None]:
+        """The groups of the hierarchical collectives get the timeout of torchtitan's own."""
+
+        def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
+            of_meshes(timeout=timeout, parallel_dims=parallel_dims)
+            for group in stage_groups(self.model_parts):
+                set_timeout(timeout, group)
+
+        return set_pg_timeouts
+
+
+def refuse_cuda_graphs(config: Trainer.Config, layout: Layout) -> None:
+    """A replay runs no Python, so it would never take the second hop."""
+    if layout.num_replicas > 1 and not config.training.disable_cuda_graphs:
+        raise ConfigError(
+            f"training.disable_cuda_graphs = false with {layout.num_replicas} replicas: the second "
+            "hop does not run under CUDA graphs yet; write disable_cuda_graphs = true"
+        )
+
+
+def audit_groups(units: Iterable[Unit], layout: Layout, *, rank: int) -> None:
+    """Hold the groups that torchtitan made against the layout. No communication.
+
+    Expert-parallel units have groups of their own, which no Layout describes. Raises ConfigError.
+    """
+    stage = rank - rank % layout.topology.world_size  # its first rank
+    wanted = {
+        "partition": _shifted(layout.partition_group(rank - stage), stage),
+        "replication": _shifted(layout.replication_group(rank - stage), stage),
+    }
+    for unit in units:
+        if "efsdp" in (unit.mesh.mesh_dim_names or ()):
+            continue
+        made = {"partition": unit.shard_group, "replication": unit.replicate_group}
+        for kind, group in made.items():
+            ranks = [rank] if group is None else dist.get_process_group_ranks(group)
+            if ranks != wanted[kind]:
+                raise ConfigError(
+                    f"unit {unit.name}: torchtitan's {kind} group of rank {rank} is {ranks}, but "
+                    f"by the degrees of this run it is {wanted[kind]}; give the degrees in "
+                    "[parallelism] and [mics] to the program, not to torchtitan's Trainer.Config"
+                )
+
+
+def _shifted(ranks: Iterable[int], by: int) -> list[int]:
+    return [rank + by for rank in ranks]
+
+
+def _clip_instead_of(of_torchtitan: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Our clip_grad_norm_ under the signature that torchtitan calls."""
+
+    def clip(
+        parameters: list[torch.Tensor],
+        max_norm: float,
+        *,
+        pp_mesh: Any = None,
+        ep_enabled: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
+        if pp_mesh is not None or ep_enabled:  # a norm over several meshes is torchtitan's
+            return of_torchtitan(
+                parameters, max_norm, pp_mesh=pp_mesh, ep_enabled=ep_enabled, **options
+            )
+        return clip_grad_norm_(parameters, max_norm=max_norm, **options)
+
+    return clip
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    """Within, `module.name` is `value`: for functions that torchtitan's loop looks up there."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
