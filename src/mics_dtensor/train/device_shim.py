@@ -59,6 +59,11 @@ def use_attention_of_cpu(model_config: Any) -> bool:
             parent[name] = ScaledDotProductAttention.Config()
         else:
             setattr(parent, name, ScaledDotProductAttention.Config())
+    if found:
+        logger.warning(
+            "on CPU attention is scaled dot product attention instead of FlexAttention: documents "
+            "that share a sequence are not masked from each other"
+        )
     return bool(found)
 
 

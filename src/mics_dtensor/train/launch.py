@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -14,12 +17,15 @@ from mics_dtensor.errors import ConfigError, MicsError
 
 Result = TypeVar("Result")
 
+WAIT_FOR_RANK_0_S = 5.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """The place of this process among those that torchrun started."""
 
     rank: int
+    local_rank: int
     world_size: int
     local_world_size: int
 
@@ -29,6 +35,7 @@ class Launch:
         try:
             return cls(
                 rank=int(environ["RANK"]),
+                local_rank=int(environ["LOCAL_RANK"]),
                 world_size=int(environ["WORLD_SIZE"]),
                 local_world_size=int(environ["LOCAL_WORLD_SIZE"]),
             )
@@ -38,6 +45,17 @@ class Launch:
                 "for four ranks on this machine: torchrun --nproc-per-node 4 -m mics_dtensor.train "
                 "--config-file train_configs/debug.toml"
             ) from None
+
+
+def configure_logging(*, rank: int, environ: Mapping[str, str] = os.environ) -> None:
+    """torchtitan's format; from ranks that LOG_RANK (default 0) does not list, errors alone."""
+    from torchtitan.tools.logging import init_logger
+
+    init_logger()
+    if str(rank) not in environ.get("LOG_RANK", "0").split(","):
+        logging.getLogger().setLevel(logging.ERROR)
+    # torchdata's own call of something that torch deprecated.
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 
 
 def agreed(question: Callable[[], Result]) -> Result:
@@ -62,8 +80,14 @@ def agreed(question: Callable[[], Result]) -> Result:
     return answer[0]
 
 
-def say_and_stop(error: MicsError, *, rank: int) -> int:
-    """Print the sentence once, from rank 0; the exit status of every rank."""
-    if rank == 0:
+def say_and_stop(error: MicsError, *, rank: int, local_rank: int) -> int:
+    """Print the sentence once, from rank 0; the exit status of every rank.
+
+    torchrun ends all ranks as soon as one has ended: the others wait until rank 0 has spoken. Where
+    it had nothing to say (a file that is missing on one node alone), that node's first rank does.
+    """
+    if rank != 0:
+        time.sleep(WAIT_FOR_RANK_0_S)
+    if rank == 0 or (local_rank == 0 and not dist.is_initialized()):
         print(f"error: {error}", file=sys.stderr, flush=True)
     return 1
