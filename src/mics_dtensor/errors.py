@@ -1,13 +1,13 @@
 """The tree of errors. Each message says what was given, what holds, and what would work.
 
-    MicsError
-    ├── TopologyError      (ValueError)    the nodes of the ranks are not what they must be
-    ├── ConfigError        (ValueError)    a setting, a model or a mesh that cannot be run
-    ├── PlanError          (ValueError)    a question that the planner cannot answer
-    ├── CheckpointError    (ValueError)    a checkpoint that is not whole, or not this model's
-    ├── AccumulationError  (RuntimeError)  micro-steps and gradients that do not add up
-    ├── CommunicationError (RuntimeError)  a collective failed or timed out; names unit, stage and ranks
-    └── ReplicaError       (RuntimeError)  replicas that should be equal are not
+MicsError
+├── TopologyError      (ValueError)    the nodes of the ranks are not what they must be
+├── ConfigError        (ValueError)    a setting, a model or a mesh that cannot be run
+├── PlanError          (ValueError)    a question that the planner cannot answer
+├── CheckpointError    (ValueError)    a checkpoint that is not whole, or not this model's
+├── AccumulationError  (RuntimeError)  micro-steps and gradients that do not add up
+├── CommunicationError (RuntimeError)  a collective failed or timed out; names unit, stage and ranks
+└── ReplicaError       (RuntimeError)  replicas that should be equal are not
 """
 
 

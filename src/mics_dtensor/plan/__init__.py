@@ -1,0 +1,1 @@
+"""What a cut of the world costs. Pure but for trace.py: no torch, no process group."""

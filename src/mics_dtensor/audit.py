@@ -1,0 +1,69 @@
+"""Refuses what torch accepts and gets wrong: group order, axis order, groups unlike their mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from mics_dtensor.errors import ConfigError
+from mics_dtensor.mesh import node_blocks
+from mics_dtensor.topology import Topology
+from mics_dtensor.upstream import Unit
+
+
+def audit_units(units: Sequence[Unit], topology: Topology) -> None:
+    """Raise ConfigError for the first unit that cannot be trained right. No communication."""
+    if not units:
+        raise ConfigError(
+            "the model has no FSDP units: call torch.distributed.fsdp.fully_shard on its blocks "
+            "and on the model, with mesh=mesh['replicate', 'shard'], before apply_mics"
+        )
+    running = dist.get_world_size()
+    if topology.world_size != running:
+        raise ConfigError(
+            f"the topology is of {topology.world_size} ranks, but {running} are running; give "
+            f"Topology.uniform(world_size={running}, ranks_per_node=...) or Topology.detect()"
+        )
+    for unit in units:
+        _audit_axes(unit)
+        _audit_order(unit)
+        if unit.shard_group is not None:
+            node_blocks(tuple(dist.get_process_group_ranks(unit.shard_group)), topology)
+
+
+def _audit_axes(unit: Unit) -> None:
+    """FSDP2 reads the mesh by position, so (shard, replicate) would swap the two in silence."""
+    names = unit.mesh.mesh_dim_names
+    if names is None or unit.mesh.ndim != 2:
+        return
+    replicate, shard = unit.mesh_axes
+    wrong_replicate = replicate is not None and "shard" in names[replicate]
+    wrong_shard = shard is not None and "replicate" in names[shard]
+    if wrong_replicate or wrong_shard:
+        raise ConfigError(
+            f"unit {unit.name}: fully_shard reads a 2-D mesh as (replicate, shard), but its axes "
+            f"are named {names}; pass mesh[{names[1]!r}, {names[0]!r}]"
+        )
+
+
+def _audit_order(unit: Unit) -> None:
+    """Process groups sort their ranks; a mesh in another order gathers wrong weights in silence."""
+    for axis, group in zip(unit.mesh_axes, (unit.replicate_group, unit.shard_group), strict=True):
+        if axis is None or group is None:
+            continue
+        in_mesh = _line_of_mesh(unit, axis)
+        in_group = dist.get_process_group_ranks(group)
+        if in_mesh != in_group:
+            raise ConfigError(
+                f"unit {unit.name}: the mesh has the ranks of this rank's group in the order "
+                f"{in_mesh}, but its process group has {in_group}; torch would gather wrong "
+                "weights without an error: make the mesh with ascending ranks (init_mesh does)"
+            )
+
+
+def _line_of_mesh(unit: Unit, axis: int) -> list[int]:
+    """The ranks along `axis` of the unit's mesh, through this rank."""
+    mesh, rank = unit.mesh.mesh, dist.get_rank()
+    lines = mesh.movedim(axis, -1).reshape(-1, mesh.shape[axis]).tolist()
+    return next(([int(r) for r in line] for line in lines if rank in line), [])

@@ -1,0 +1,198 @@
+"""The hierarchical all-gather and reduce-scatter of a partition group that spans nodes.
+
+MiCS, arXiv 2205.00119, section 3.2. With p shards on n nodes, the bytes into a node fall from
+(p - 1)/p of the message, in p - 1 hops, to (n - 1)/n, in n - 1 hops. FSDP2 calls both through
+its AllGather / ReduceScatter interface, on its own streams, in backward and forward alike.
+
+[Note: which buffer lives until when]
+The all-gather's input is a view of its output, so the first stage writes to a buffer of its own
+(`staged`), and the second reads only that. On CUDA every stage is enqueued on the stream that FSDP2
+made current, in order, and nothing here waits on the host. With async_op=False NCCL makes that
+stream wait for each stage, so `staged`, allocated on it, may be freed when the call returns: the
+caching allocator reuses it only after work enqueued later on the same stream. With async_op=True
+(FSDPModule._set_unshard_async_op, unshard(async_op=True)) the stages run on a side stream, where
+`staged` is allocated too, and the Work of the second stage, which the caller waits for, keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from mics_dtensor.errors import CommunicationError
+from mics_dtensor.mesh import Stages
+from mics_dtensor.upstream import AllGather, ReduceScatter, coalescing
+
+if hasattr(dist, "all_gather_single"):  # the names of torch >= 2.13
+    _all_gather, _reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
+else:
+    _all_gather, _reduce_scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
+
+class HierarchicalAllGather(AllGather):
+    """Between nodes first, all local ranks in parallel, then inside the node.
+
+    1. across_nodes: each rank exchanges its shard with its peers at the same place in the other
+       nodes; it then holds one shard of each node.
+    2. within_node: per node, the local ranks exchange those shards. Each block lands at its final
+       place, so nothing is re-ordered. One launch on NCCL, block by block on gloo.
+
+    Of any dtype: the stages move bytes. `unit` names the FSDP unit in errors and traces. A group of
+    other ranks (integer reshard_after_forward gathers over a smaller one) takes the flat path.
+    """
+
+    def __init__(self, stages: Stages, *, unit: str = "") -> None:
+        self.stages = stages
+        self.unit = unit
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A buffer of `size` elements, as FSDP2's default would make it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,  # [node, local, shard], 1-D
+        input_tensor: torch.Tensor,  # [shard], often a view of output_tensor
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather. Collective over `group`, which need not be the very object of the stages."""
+        if not _same_ranks(group, self.stages):
+            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        with _own_stream(input_tensor.device, wanted=async_op):
+            return self._gather(output_tensor, input_tensor, async_op=async_op)
+
+    def _gather(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *, async_op: bool
+    ) -> dist.Work | None:
+        num_nodes = self.stages.num_nodes
+        staged = input_tensor.new_empty(num_nodes * input_tensor.numel())  # [node, shard]
+        with _stage("gather between nodes", self.unit, self.stages.across_nodes):
+            _all_gather(staged, input_tensor, group=self.stages.across_nodes)  # slow: n - 1 shards
+        with _stage("gather within the node", self.unit, self.stages.within_node) as within_node:
+            blocks = zip(output_tensor.chunk(num_nodes), staged.chunk(num_nodes), strict=True)
+            if not _is_gloo(within_node):
+                with coalescing(within_node, async_op=async_op) as launched:
+                    for block, shard in blocks:
+                        _all_gather(block, shard, group=within_node, async_op=async_op)
+                return launched.works[-1] if async_op else None
+            *first, last = blocks  # each [local, shard] of one node, over the fast link
+            for block, shard in first:
+                _all_gather(block, shard, group=within_node)
+            return _all_gather(*last, group=within_node, async_op=async_op)
+
+
+class HierarchicalReduceScatter(ReduceScatter):
+    """The mirror image: inside the node first, then between nodes.
+
+    1. within_node: per node of the group, the local ranks reduce the block of gradients that
+       belongs to that node's ranks; each then holds [node, shard], summed over its node.
+    2. across_nodes: each rank keeps its own shard, summed over the nodes.
+
+    Scales exactly once: AVG in both stages, or PREMUL_SUM in the first and SUM in the second. On
+    gloo the second stage is an all-to-all and a local sum in fp32: gloo's own reduce-scatter moves
+    the bytes of an all-reduce.
+    """
+
+    def __init__(self, stages: Stages, *, unit: str = "") -> None:
+        self.stages = stages
+        self.unit = unit
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A buffer of `size` elements, as FSDP2's default would make it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,  # [shard]
+        input_tensor: torch.Tensor,  # [node, local, shard], 1-D
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce. Collective over `group`, which need not be the very object of the stages."""
+        if not _same_ranks(group, self.stages):
+            return _reduce_scatter(
+                output_tensor, input_tensor, group=group, op=op, async_op=async_op
+            )
+        with _own_stream(input_tensor.device, wanted=async_op):
+            return self._reduce(output_tensor, input_tensor, op, async_op=async_op)
+
+    def _reduce(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        *,
+        async_op: bool,
+    ) -> dist.Work | None:
+        num_nodes = self.stages.num_nodes
+        staged = output_tensor.new_empty(num_nodes * output_tensor.numel())  # [node, shard]
+        with _stage("reduce within the node", self.unit, self.stages.within_node) as within_node:
+            blocks = zip(staged.chunk(num_nodes), input_tensor.chunk(num_nodes), strict=True)
+            if not _is_gloo(within_node):
+                with coalescing(within_node, async_op=False):
+                    for shard, block in blocks:
+                        _reduce_scatter(shard, block, group=within_node, op=op)
+            else:
+                for shard, block in blocks:  # from [local, shard] of one node, over the fast link
+                    _reduce_scatter(shard, block, group=within_node, op=op)
+        second = dist.ReduceOp.SUM if op == dist.ReduceOp.PREMUL_SUM else op
+        with _stage("reduce between nodes", self.unit, self.stages.across_nodes) as across_nodes:
+            if not _is_gloo(across_nodes):
+                return _reduce_scatter(
+                    output_tensor, staged, group=across_nodes, op=second, async_op=async_op
+                )
+            received = torch.empty_like(staged)  # [node, shard]: mine, from every node
+            dist.all_to_all_single(received, staged, group=across_nodes)  # slow: n - 1 shards
+            total = received.view(num_nodes, -1).sum(dim=0, dtype=_sum_dtype(staged.dtype))
+            output_tensor.copy_(total / num_nodes if second == dist.ReduceOp.AVG else total)
+            # The sum above is done; FSDP2 waits on a real Work and on nothing else.
+            return dist.barrier(group=across_nodes, async_op=True) if async_op else None
+
+
+def _same_ranks(group: dist.ProcessGroup, stages: Stages) -> bool:
+    # By ranks, not by object or name: set_separate_reduce_scatter_group passes another object.
+    return tuple(dist.get_process_group_ranks(group)) == stages.ranks
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    return dist.get_backend(group) == dist.Backend.GLOO
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+@contextmanager
+def _own_stream(device: torch.device, *, wanted: bool) -> Iterator[None]:
+    """A side stream for asynchronous stages, so that the caller's does not wait between them."""
+    if not wanted or device.type == "cpu":
+        yield
+        return
+    module = torch.get_device_module(device)
+    side = module.Stream()
+    side.wait_stream(module.current_stream())
+    with module.stream(side):
+        yield
+
+
+@contextmanager
+def _stage(what: str, unit: str, group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
+    """A named range in the trace, and a name in the error if the stage fails."""
+    with record_function(f"mics::{what} ({unit})"):
+        try:
+            yield group
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"{what} failed for unit {unit or '(unnamed)'} on rank {dist.get_rank()}, in the "
+                f"group of ranks {dist.get_process_group_ranks(group)}: {error}"
+            ) from error

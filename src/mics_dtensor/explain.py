@@ -1,0 +1,122 @@
+"""explain: what a model sends in a step, where, and how much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mics_dtensor.collectives import HierarchicalAllGather
+from mics_dtensor.errors import ConfigError
+from mics_dtensor.layout import GroupShape
+from mics_dtensor.mesh import node_blocks
+from mics_dtensor.plan.table import render
+from mics_dtensor.plan.traffic import (
+    BUCKET_SIZE_BYTES,
+    Collective,
+    Options,
+    Traffic,
+    Unit,
+    over_all_ranks,
+    step_traffic,
+)
+from mics_dtensor.topology import Topology
+from mics_dtensor.upstream import ShardedParameter
+from mics_dtensor.upstream import Unit as FsdpUnit
+from mics_dtensor.upstream import units_of
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What explain() returns; `print` it for the table."""
+
+    units: tuple[Unit, ...]
+    traffic: Traffic
+    plain_fsdp: Traffic  # the same units sharded over all ranks
+
+    @property
+    def inter_node_bytes(self) -> int:
+        """Bytes out of all nodes in an optimizer step, summed."""
+        return self.traffic.inter_node_bytes
+
+    @property
+    def intra_node_bytes(self) -> int:
+        """Bytes between ranks of one node in an optimizer step, summed over the nodes."""
+        return self.traffic.intra_node_bytes
+
+    @property
+    def collectives(self) -> dict[Collective, int]:
+        """Calls of one rank in an optimizer step, by kind."""
+        return self.traffic.collectives
+
+    def __str__(self) -> str:
+        return render(self.units, self.traffic, self.plain_fsdp)
+
+
+def explain(
+    model: nn.Module | Iterable[nn.Module],
+    *,
+    num_micro_steps: int,
+    topology: Topology | None = None,
+    second_hop_dtype: torch.dtype | None = None,
+    bucket_size_bytes: int = BUCKET_SIZE_BYTES,
+) -> Explanation:
+    """Per FSDP unit: groups, stages, bytes per micro-step and per step on each link.
+
+    Reads the model as it stands: its groups, its collectives, its policies. `topology` is the one
+    given to apply_mics; say it here for a model that has not been through apply_mics. The other
+    two are those of `gradient_accumulation`. No communication; any rank may call it alone. Of a
+    pipeline it counts the stages of this rank, as if every stage were like them.
+    """
+    parts = [model] if isinstance(model, nn.Module) else list(model)
+    topology = topology or next((getattr(part, "mics_topology", None) for part in parts), None)
+    if topology is None:
+        raise ConfigError(
+            "explain does not know the nodes of the ranks: call apply_mics(model, topology=...) "
+            "first, or pass topology= here"
+        )
+    units = units_of(parts)
+    described = tuple(_describe(unit, topology, second_hop_dtype) for unit in units)
+    backend = dist.get_backend() if dist.is_initialized() else "nccl"
+    options = Options(
+        num_micro_steps=num_micro_steps,
+        hierarchical=any(isinstance(unit.all_gather, HierarchicalAllGather) for unit in units),
+        bucket_size_bytes=bucket_size_bytes,
+        backend="gloo" if backend == "gloo" else "nccl",
+    )
+    plain = over_all_ranks(
+        described, num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node
+    )
+    return Explanation(described, step_traffic(described, options), step_traffic(plain, options))
+
+
+def _describe(unit: FsdpUnit, topology: Topology, hop: torch.dtype | None) -> Unit:
+    def shapes(*, trainable: bool) -> tuple[tuple[int, ...], ...]:
+        return tuple(p.shape for p in unit.params if _trains(p) == trainable)
+
+    return Unit(
+        name=unit.name,
+        shapes=shapes(trainable=True),
+        frozen=shapes(trainable=False),
+        shard=_shape_of(unit, unit.shard_group, topology),
+        replicate=_shape_of(unit, unit.replicate_group, topology),
+        gathers=2 if unit.reshards_after_forward else 1,
+        gather_itemsize=unit.gather_dtype.itemsize,
+        reduce_itemsize=unit.reduce_dtype.itemsize,
+        hop_itemsize=(hop or unit.reduce_dtype).itemsize,
+    )
+
+
+def _trains(param: ShardedParameter) -> bool:
+    return param.parameter.requires_grad
+
+
+def _shape_of(unit: FsdpUnit, group: dist.ProcessGroup | None, topology: Topology) -> GroupShape:
+    if group is None:
+        return GroupShape(1, 1, topology.world_size)
+    blocks = node_blocks(tuple(dist.get_process_group_ranks(group)), topology)
+    num_groups = topology.world_size // group.size()
+    return GroupShape(len(blocks), len(blocks[0]), num_groups)

@@ -1,0 +1,94 @@
+"""Layout -> DeviceMesh, and the sub-groups of the hierarchy: the only maker of process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mics_dtensor.errors import ConfigError
+from mics_dtensor.layout import Layout
+from mics_dtensor.topology import Topology
+from mics_dtensor.upstream import timeout_of
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """The two groups of this rank through which a partition group that spans nodes communicates.
+
+    Ranks 0..3 on two nodes: rank 1 has ranks (0, 1, 2, 3), across_nodes (1, 3), within_node (0, 1).
+    """
+
+    ranks: Ranks
+    across_nodes: dist.ProcessGroup  # axis `node`: my peers at my place in the other nodes; slow
+    within_node: dist.ProcessGroup  # axis `local`: the ranks of the group in my node; fast
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the partition group spans."""
+        return len(self.ranks) // self.within_node.size()
+
+
+def init_mesh(layout: Layout, *, device_type: str) -> DeviceMesh:
+    """The mesh of `layout`, axes ("replicate", "shard") or ("replicate", "shard", "tp").
+
+    Collective: every rank of the world calls it. Raises ConfigError where the world that runs is
+    not the one of the layout.
+    """
+    running = dist.get_world_size() if dist.is_initialized() else None
+    wanted = layout.topology.world_size
+    if running is not None and running != wanted:
+        raise ConfigError(
+            f"the layout is of {wanted} ranks, but {running} are running: start {wanted} ranks, "
+            f"or make the topology of world_size={running}"
+        )
+    return init_device_mesh(device_type, layout.mesh_shape, mesh_dim_names=layout.axis_names)
+
+
+def node_blocks(ranks: Ranks, topology: Topology) -> list[Ranks]:
+    """The ranks of a group, cut by node, in the order of the group. Pure.
+
+    Raises ConfigError where the nodes do not hold equally many, each node's ranks in one block:
+    the stages could not put every shard at its place.
+    """
+    blocks: list[list[int]] = []
+    for position, rank in enumerate(ranks):
+        if position and topology.node_of(rank) == topology.node_of(ranks[position - 1]):
+            blocks[-1].append(rank)
+        else:
+            blocks.append([rank])
+    nodes = {topology.node_of(rank) for rank in ranks}
+    if len(blocks) != len(nodes) or len({len(block) for block in blocks}) != 1:
+        raise ConfigError(
+            f"the shard group of ranks {list(ranks)} lies on the nodes as {blocks}; a partition "
+            "group must lie inside a node or hold equally many consecutive ranks of every node "
+            "that it touches: choose another partition_size, or order the ranks node by node"
+        )
+    return [tuple(block) for block in blocks]
+
+
+def make_stages(
+    shard_groups: Sequence[Ranks], topology: Topology, *, device_type: str
+) -> dict[Ranks, Stages]:
+    """The stages of every shard group of this rank that spans nodes.
+
+    `shard_groups` lists those of the whole world, each once, in the same order on every rank.
+    Collective: every rank of the world calls it; each sub-group is made by all, in this order,
+    with the timeout of the world's group. A group of one rank a node needs no stages.
+    """
+    rank, timeout = dist.get_rank(), timeout_of(dist.group.WORLD, device_type)
+    stages: dict[Ranks, Stages] = {}
+    for ranks in shard_groups:
+        blocks = node_blocks(ranks, topology)  # [node][local]
+        if len(blocks) == 1 or len(blocks[0]) == 1:
+            continue
+        across = [dist.new_group(peers, timeout) for peers in zip(*blocks, strict=True)]
+        within = [dist.new_group(block, timeout) for block in blocks]
+        for block, within_node in zip(blocks, within, strict=True):
+            if rank in block:
+                stages[ranks] = Stages(ranks, across[block.index(rank)], within_node)
+    return stages

@@ -1,0 +1,267 @@
+"""Bytes and collectives of one optimizer step, by stage and by link. Pure.
+
+Bytes are those that the best algorithm for the given groups sends: a ring that visits the ranks node
+by node (all-gather and reduce-scatter: g - 1 shards over each of g edges; all-reduce: twice that),
+or the two stages of `collectives.py`. They are summed over the world: `inter_node_bytes` leave the
+nodes, `intra_node_bytes` pass between ranks of one node. NCCL's rings reach them; gloo's own
+reduce-scatter moves an all-reduce. The equations stand in docs/mechanism.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+from mics_dtensor.layout import GroupShape
+
+Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
+
+BUCKET_SIZE_BYTES = 25 * 2**20
+"""Units smaller than this share a message at the boundary: DDP's default, until it is measured."""
+
+AGREEMENT_NUMBERS = 3
+"""int32 numbers of the agreement before the second hop, beside one a parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """`count` like FSDP units: parameters gathered and reduced in one message.
+
+    `shapes` are those of the parameters before sharding (one rank's part under tensor parallel),
+    `frozen` those without gradients; itemsizes in bytes. `gathers` counts those of one micro-step:
+    2 if the backward gathers again.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    shard: GroupShape
+    replicate: GroupShape
+    frozen: tuple[tuple[int, ...], ...] = ()
+    count: int = 1
+    gathers: int = 2
+    gather_itemsize: int = 4
+    reduce_itemsize: int = 4
+    hop_itemsize: int = 4
+
+    @property
+    def numel(self) -> int:
+        """Elements with gradients, of one unit, without padding."""
+        return sum(prod(shape) for shape in self.shapes)
+
+    def shard_numel(self, *, frozen: bool = False) -> int:
+        """Elements of one shard of the trainable (or frozen) parameters, with FSDP2's padding."""
+        shapes = self.frozen if frozen else self.shapes
+        return sum(-(-shape[0] // self.shard.size) * prod(shape[1:]) for shape in shapes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a step is run."""
+
+    num_micro_steps: int = 1
+    hierarchical: bool = True
+    two_hop: bool = True  # False: all-reduce in every micro-step, as HSDP does
+    bucket_size_bytes: int = BUCKET_SIZE_BYTES
+    backend: Literal["nccl", "gloo"] = "nccl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What one stage of one unit kind does in an optimizer step.
+
+    `calls` are those of one rank; with NCCL the calls of a stage inside the node are one launch.
+    """
+
+    unit: str
+    name: str
+    collective: Collective
+    calls: int
+    inter_node_bytes: int
+    intra_node_bytes: int
+    every_micro_step: bool
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All stages of a step."""
+
+    stages: tuple[Stage, ...]
+    num_micro_steps: int
+
+    @property
+    def inter_node_bytes(self) -> int:
+        """Bytes out of all nodes in an optimizer step, summed."""
+        return sum(stage.inter_node_bytes for stage in self.stages)
+
+    @property
+    def intra_node_bytes(self) -> int:
+        """Bytes between ranks of one node in an optimizer step, summed over the nodes."""
+        return sum(stage.intra_node_bytes for stage in self.stages)
+
+    @property
+    def inter_node_bytes_per_micro_step(self) -> int:
+        """Bytes out of all nodes in a micro-step before the boundary."""
+        every = sum(stage.inter_node_bytes for stage in self.stages if stage.every_micro_step)
+        return every // self.num_micro_steps
+
+    @property
+    def collectives(self) -> dict[Collective, int]:
+        """Calls of one rank in an optimizer step, by kind."""
+        calls: Counter[Collective] = Counter()
+        for stage in self.stages:
+            calls[stage.collective] += stage.calls
+        return dict(calls)
+
+
+def step_traffic(units: Sequence[Unit], options: Options) -> Traffic:
+    """The traffic of one optimizer step of a model whose units are `units`, in forward order."""
+    stages: list[Stage] = []
+    for unit in units:
+        stages += _gather(unit, options)
+        stages += _reduce(unit, options) if unit.shapes else []
+    stages += _boundary(units, options)
+    return Traffic(tuple(stages), options.num_micro_steps)
+
+
+def over_all_ranks(units: Sequence[Unit], *, num_nodes: int, ranks_per_node: int) -> list[Unit]:
+    """The same units under plain FSDP (ZeRO-3) over all ranks: what users compare with."""
+    one = GroupShape(1, 1, num_nodes * ranks_per_node)
+    everyone = GroupShape(num_nodes, ranks_per_node, 1)
+    return [replace(unit, shard=_whole(unit, everyone), replicate=one) for unit in units]
+
+
+def buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Cut the positions of `sizes` (bytes) into consecutive buckets, each closed at `limit`.
+
+    Whole units first: one of at least `limit` bytes keeps a message of its own, which needs no copy.
+    """
+    found: list[list[int]] = []
+    filled = limit
+    for position, size in enumerate(sizes):
+        if filled >= limit or size >= limit:
+            found.append([])
+            filled = 0
+        found[-1].append(position)
+        filled += size
+    return found
+
+
+def _whole(unit: Unit, everyone: GroupShape) -> GroupShape:
+    """All data-parallel ranks; under tensor parallel, `tp` such groups lie side by side."""
+    data_parallel = unit.shard.size * unit.replicate.size
+    tp = everyone.size // data_parallel
+    per_node = max(1, everyone.ranks_per_node // tp)
+    return GroupShape(data_parallel // per_node, per_node, tp)
+
+
+def _gather(unit: Unit, options: Options) -> Iterator[Stage]:
+    shard_bytes = unit.gather_itemsize * (unit.shard_numel() + unit.shard_numel(frozen=True))
+    times = unit.count * unit.gathers * options.num_micro_steps
+    if unit.shard.size == 1:
+        return
+    if not _is_hierarchical(unit.shard, options):
+        yield _ring(unit, "gather", "all_gather", unit.shard, shard_bytes, times)
+        return
+    across, within = _split(unit.shard)
+    nodes = unit.shard.num_nodes
+    yield _ring(unit, "gather between nodes", "all_gather", across, shard_bytes, times)
+    yield _ring(unit, "gather within the node", "all_gather", within, shard_bytes, times * nodes)
+
+
+def _reduce(unit: Unit, options: Options) -> Iterator[Stage]:
+    shard_bytes = unit.reduce_itemsize * unit.shard_numel()
+    times = unit.count * options.num_micro_steps
+    if unit.shard.size == 1:
+        return
+    if not _is_hierarchical(unit.shard, options):
+        yield _ring(unit, "reduce", "reduce_scatter", unit.shard, shard_bytes, times)
+        return
+    across, within = _split(unit.shard)
+    nodes = unit.shard.num_nodes
+    between: Collective = "all_to_all" if options.backend == "gloo" else "reduce_scatter"
+    yield _ring(
+        unit, "reduce within the node", "reduce_scatter", within, shard_bytes, times * nodes
+    )
+    yield _ring(unit, "reduce between nodes", between, across, shard_bytes, times)
+
+
+def _boundary(units: Sequence[Unit], options: Options) -> Iterator[Stage]:
+    """The second hop: an all-reduce of every shard over its replication group, and the agreement."""
+    hopping = [unit for unit in units if unit.replicate.size > 1 and unit.shapes]
+    for unit in hopping:
+        times = unit.count * (1 if options.two_hop else options.num_micro_steps)
+        total = unit.hop_itemsize * unit.numel * (unit.replicate.num_groups // unit.shard.size)
+        calls = times if not options.two_hop else 0  # shared messages are counted below
+        yield _all_reduce(unit.name, "boundary", unit.replicate, total * times, calls, options)
+    if not options.two_hop:
+        return
+    kinds = {(unit.shard, unit.replicate, unit.hop_itemsize) for unit in hopping}
+    for shard, replicate, itemsize in sorted(kinds, key=repr):
+        mine = [
+            u
+            for u in hopping
+            if (u.shard, u.replicate, u.hop_itemsize) == (shard, replicate, itemsize)
+        ]
+        sizes = [u.shard_numel() * itemsize for u in reversed(mine) for _ in range(u.count)]
+        messages = len(buckets(sizes, options.bucket_size_bytes))
+        yield _all_reduce("(all)", "boundary messages", replicate, 0, messages, options)
+    for shard, replicate in sorted({(u.shard, u.replicate) for u in hopping}, key=repr):
+        params = sum(len(u.shapes) * u.count for u in hopping if u.replicate == replicate)
+        for group, numbers in ((shard, 0), (replicate, params)):
+            if group.size > 1:
+                total = 4 * (AGREEMENT_NUMBERS + numbers) * group.num_groups
+                yield _all_reduce("(all)", "agreement", group, total, 1, options)
+
+
+def _is_hierarchical(shard: GroupShape, options: Options) -> bool:
+    return options.hierarchical and shard.num_nodes > 1 and shard.ranks_per_node > 1
+
+
+def _split(shard: GroupShape) -> tuple[GroupShape, GroupShape]:
+    """The groups across nodes and within the node of a partition group that spans nodes."""
+    across = GroupShape(shard.num_nodes, 1, shard.num_groups * shard.ranks_per_node)
+    within = GroupShape(1, shard.ranks_per_node, shard.num_groups * shard.num_nodes)
+    return across, within
+
+
+def _edges(group: GroupShape) -> tuple[int, int]:
+    """Edges of a ring that visits a group node by node: (between nodes, inside nodes)."""
+    between = group.num_nodes if group.num_nodes > 1 else 0
+    return between, (group.size if group.size > 1 else 0) - between
+
+
+def _ring(
+    unit: Unit, name: str, collective: Collective, group: GroupShape, shard_bytes: int, times: int
+) -> Stage:
+    """All-gather or reduce-scatter: over each edge of the ring go size - 1 shards."""
+    between, inside = _edges(group)
+    per_edge = (group.size - 1) * shard_bytes * group.num_groups * times
+    return Stage(
+        unit=unit.name,
+        name=name,
+        collective=collective,
+        calls=times,
+        inter_node_bytes=between * per_edge,
+        intra_node_bytes=inside * per_edge,
+        every_micro_step=True,
+    )
+
+
+def _all_reduce(
+    unit: str, name: str, group: GroupShape, total_bytes: int, calls: int, options: Options
+) -> Stage:
+    """All-reduce of `total_bytes`, the messages of all groups of this shape together."""
+    between, inside = _edges(group)
+    twice = 2 * (group.size - 1) * total_bytes
+    return Stage(
+        unit=unit,
+        name=name,
+        collective="all_reduce",
+        calls=calls,
+        inter_node_bytes=between * twice // group.size,
+        intra_node_bytes=inside * twice // group.size,
+        every_micro_step=not options.two_hop,
+    )

@@ -1,0 +1,358 @@
+"""Every private torch name that this library leans on: the single door.
+
+Checked on torch 2.11.0, 2.13.0 and 2.14.1; `tests/ranks/test_upstream.py` holds a canary for each
+name. The rest of the library sees a `Unit`: one FSDP2 parameter group, the parameters that are
+gathered and reduced in one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DataParallelMeshInfo,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    TrainingState,
+)
+from torch.distributed.tensor import DTensor
+
+__all__ = ["AllGather", "ReduceScatter", "Unit", "units_of"]
+
+MeshInfo = DataParallelMeshInfo
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedParameter:
+    """One parameter of a unit, as FSDP2 holds it on this rank."""
+
+    name: str
+    fsdp: Any  # torch's FSDPParam
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The sharded parameter: a DTensor, the one the optimizer has; its `.grad` is ours too."""
+        parameter: nn.Parameter = self.fsdp.sharded_param
+        return parameter
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The shard of this rank, without padding."""
+        shard: torch.Tensor = self.fsdp.sharded_param._local_tensor
+        return shard
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape before sharding over this unit's mesh (one rank's part under tensor parallel)."""
+        return tuple(self.fsdp._orig_size)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of one shard with FSDP2's padding: the same on every rank of the group."""
+        return int(self.fsdp.padded_sharded_param_size.numel())
+
+    def as_gradient(self, local: torch.Tensor) -> DTensor:
+        """`local`, of the shape of this rank's shard, as a gradient of the parameter; no copy."""
+        gradient: DTensor = self.fsdp.to_sharded_dtensor(local)
+        return gradient
+
+    def has_unreduced_gradient(self) -> bool:
+        """Whether a backward left a gradient that FSDP2 has not reduced (its sync was off)."""
+        unsharded = getattr(self.fsdp, "_unsharded_param", None)
+        return self.fsdp.unsharded_accumulated_grad is not None or (
+            unsharded is not None and unsharded.grad is not None
+        )
+
+    def drop_unreduced_gradient(self) -> None:
+        """Forget such a gradient: zero_grad() reaches only the parameters the module shows."""
+        self.fsdp.unsharded_accumulated_grad = None
+        if getattr(self.fsdp, "_unsharded_param", None) is not None:
+            self.fsdp._unsharded_param.grad = None
+
+
+@dataclass(eq=False)
+class Unit:
+    """One FSDP2 parameter group. Two units are equal only if they are the same object."""
+
+    name: str
+    part: int  # which of the model parts handed in (pipeline stages) it belongs to
+    is_outermost: bool  # no other unit's module contains it: FSDP2 makes it a root
+    group: Any  # torch's FSDPParamGroup
+    state: Any  # torch's FSDPState of its module
+    params: list[ShardedParameter] = field(default_factory=list)
+
+    @property
+    def mesh_info(self) -> MeshInfo:
+        """torch's description of the group's mesh, as it stands now."""
+        info: MeshInfo = self.group.mesh_info
+        return info
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The data-parallel mesh that FSDP2 uses: (replicate, shard), (shard,) or (replicate,)."""
+        return self.group.mesh_info.mesh
+
+    @property
+    def device(self) -> torch.device:
+        """Where the unit computes and communicates; its shards are elsewhere under CPU offload."""
+        device: torch.device = self.group.device
+        return device
+
+    @property
+    def root_id(self) -> int:
+        """Equal for units of one FSDP root once it has run; they share their streams."""
+        return id(self.state._state_ctx)
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The partition group, or None where nothing is sharded (`replicate()`)."""
+        info = self.group.mesh_info
+        return info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The replication group, or None where there is none, or while it is exchanged away."""
+        info = self.group.mesh_info
+        return info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
+
+    @property
+    def mesh_axes(self) -> tuple[int | None, int | None]:
+        """Positions of the replicate and the shard axis in `mesh`."""
+        info = self.group.mesh_info
+        return info.replicate_mesh_dim, info.shard_mesh_dim
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """The dtype in which parameters are gathered."""
+        return self.group.mp_policy.param_dtype or self.params[0].parameter.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which gradients cross the wire."""
+        return self.group.mp_policy.reduce_dtype or self.gather_dtype
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether the backward gathers again. A root that was not told otherwise does not."""
+        automatic_root = self.state._auto_reshard_after_forward and self.is_outermost
+        return self.group.post_forward_mesh_info is not None and not automatic_root
+
+    @property
+    def divide_factor(self) -> float | None:
+        """The factor of set_gradient_divide_factor; None means the mean over data parallel ranks."""
+        factor: float | None = self.group.gradient_divide_factor
+        return factor
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """False after set_requires_gradient_sync(False)."""
+        return bool(self.group.reduce_grads)
+
+    @property
+    def has_pending_partial_sum(self) -> bool:
+        """Whether FSDP2's own deferral (set_requires_all_reduce) holds a sum not yet all-reduced."""
+        return self.group._partial_reduce_output is not None
+
+    @property
+    def has_all_reduce_hook(self) -> bool:
+        """Whether set_all_reduce_hook was used."""
+        return self.group._all_reduce_hook is not None
+
+    @property
+    def all_gather(self) -> AllGather:
+        """The collective that gathers the unit. Set per group: a module may have several (MoE)."""
+        comm: AllGather = self.group._all_gather_comm
+        return comm
+
+    @property
+    def reduce_scatter(self) -> ReduceScatter:
+        """The collective that reduces its gradients."""
+        comm: ReduceScatter = self.group._reduce_scatter_comm
+        return comm
+
+    @property
+    def has_default_collectives(self) -> bool:
+        """Whether both collectives are torch's plain ones, so that exchanging them loses nothing."""
+        return (
+            type(self.all_gather) is DefaultAllGather
+            and type(self.reduce_scatter) is DefaultReduceScatter
+        )
+
+    def set_collectives(self, all_gather: AllGather, reduce_scatter: ReduceScatter) -> None:
+        """Install both. FSDPModule.set_custom_all_gather does this, but refuses several groups."""
+        self.group._all_gather_comm = all_gather
+        self.group._reduce_scatter_comm = reduce_scatter
+
+
+def units_of(model: nn.Module | Iterable[nn.Module]) -> list[Unit]:
+    """The units of a model, or of model parts, in the order of `named_modules`; each once."""
+    parts = [model] if isinstance(model, nn.Module) else list(model)
+    units: dict[int, Unit] = {}
+    for part, root in enumerate(parts):
+        outer: list[str] = []  # prefixes of the modules under an FSDP module
+        for name, module in root.named_modules():
+            if not isinstance(module, FSDPModule):
+                continue
+            state = module._get_fsdp_state()
+            outermost = not any(name.startswith(prefix) for prefix in outer)
+            for group in _groups(state):
+                if id(group) in units:  # fully_shard([norm, head]): one group, two modules
+                    units[id(group)].name += f", {name}"
+                else:
+                    units[id(group)] = Unit(name, part, outermost, group, state)
+            outer.append(f"{name}." if name else "")
+        names = {id(parameter): name for name, parameter in root.named_parameters()}
+        for unit in units.values():
+            if unit.part == part:
+                unit.params = [
+                    ShardedParameter(_parameter_name(p, names), p) for p in unit.group.fsdp_params
+                ]
+    for unit in units.values():
+        unit.name = unit.name or "(root)"
+    return list(units.values())
+
+
+def _groups(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):  # torch >= 2.13: several with per-parameter meshes
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _parameter_name(fsdp_param: Any, names: dict[int, str]) -> str:
+    for parameter in (fsdp_param.sharded_param, getattr(fsdp_param, "_unsharded_param", None)):
+        if id(parameter) in names:
+            return names[id(parameter)]
+    return fsdp_param._param_fqn or "(unregistered parameter)"
+
+
+@contextmanager
+def first_hop_only(units: Sequence[Unit]) -> Iterator[None]:
+    """Within, FSDP2 reduces gradients inside the partition group and knows no replicas.
+
+    Each group's mesh_info is exchanged for one of the same mesh without the replicate axis;
+    placements stay. On leaving ours becomes the original again, and what was written meanwhile
+    (lazy init, set_reshard_after_forward, set_separate_reduce_scatter_group) stays.
+    """
+    narrowed: dict[int, tuple[MeshInfo, MeshInfo]] = {}  # id(original) -> original, ours
+    for unit in units:
+        original = unit.group.mesh_info
+        if not isinstance(original, DDPMeshInfo):
+            continue
+        if id(original) not in narrowed:
+            narrowed[id(original)] = original, _without_replicas(original)
+        ours = narrowed[id(original)][1]
+        if unit.group.post_forward_mesh_info == original:
+            unit.group.post_forward_mesh_info = ours
+        unit.group.mesh_info = ours
+    originals = {id(ours): original for original, ours in narrowed.values()}
+    try:
+        yield
+    finally:
+        for original, ours in narrowed.values():
+            _copy_reduce_scatter_group(ours, original)
+        for unit in units:
+            if unit.group.post_forward_mesh_info is unit.group.mesh_info:
+                unit.group.post_forward_mesh_info = originals.get(
+                    id(unit.group.mesh_info), unit.group.mesh_info
+                )
+            unit.group.mesh_info = originals.get(id(unit.group.mesh_info), unit.group.mesh_info)
+
+
+def _without_replicas(original: MeshInfo) -> MeshInfo:
+    spmd = {
+        name: getattr(original, name)
+        for name in ("dp_mesh_dims", "spmd_mesh")
+        if hasattr(original, name)  # torch >= 2.13
+    }
+    if not isinstance(original, HSDPMeshInfo):  # replicate(): nothing is sharded, nothing is sent
+        return DataParallelMeshInfo(
+            original.mesh, replicate_mesh_dim=original.replicate_mesh_dim, **spmd
+        )
+    ours = FSDPMeshInfo(original.mesh, shard_mesh_dim=original.shard_mesh_dim, **spmd)
+    _copy_reduce_scatter_group(original, ours)
+    return ours
+
+
+def _copy_reduce_scatter_group(source: MeshInfo, target: MeshInfo) -> None:
+    if hasattr(source, "reduce_scatter_process_group"):  # torch >= 2.13
+        target.reduce_scatter_process_group = source.reduce_scatter_process_group  # type: ignore[attr-defined]
+
+
+def reset_after_exception(units: Sequence[Unit]) -> None:
+    """Bring every FSDP root of `units` back to where a forward may start; drop what is unreduced."""
+    roots = {id(unit.state._state_ctx): unit.state._state_ctx for unit in units}
+    for context in roots.values():
+        for state in context.all_states:
+            if state._is_root and hasattr(state, "_reset_iter_state"):  # torch >= 2.13
+                state._reset_iter_state()
+            elif state._is_root:
+                _reset_iter_state_2_11(state)
+    for unit in units:
+        for param in unit.params:
+            param.drop_unreduced_gradient()
+
+
+def coalescing(group: dist.ProcessGroup, *, async_op: bool) -> Any:
+    """torch's coalescing manager: the collectives inside go out in one launch."""
+    return dist.distributed_c10d._coalescing_manager(group, async_ops=async_op)
+
+
+def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta | None:
+    """The timeout of a group (default: the world); new_group() would take the backend's instead."""
+    world = group or dist.distributed_c10d._get_default_group()
+    options = getattr(world._get_backend(torch.device(device_type)), "options", None)
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
+
+
+def scale_(tensors: list[torch.Tensor], factor: torch.Tensor, *, foreach: bool | None) -> None:
+    """Multiply each tensor by a scalar tensor, in place."""
+    if foreach is not False and tensors:
+        torch._foreach_mul_(tensors, factor)
+        return
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def _reset_iter_state_2_11(root: Any) -> None:
+    """What reset_iter_state() of torch 2.13 does, for a release that lacks it."""
+    stream = root._device_handle.current_stream()
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        held = getattr(root._comm_ctx, name)
+        if held is not None and held.event is not None:
+            stream.wait_event(held.event)
+        setattr(root._comm_ctx, name, None)
+    root._comm_ctx.post_forward_order.clear()
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+        for group in _groups(state):
+            if (result := group._all_gather_result) is not None:
+                if result.all_gather_event is not None:
+                    stream.wait_event(result.all_gather_event)
+                if isinstance(result.all_gather_work, dist.Work):
+                    result.all_gather_work.wait()
+                group._all_gather_result = None
+            group._wait_for_post_backward()
+            group._reshard_after_forward_event = None
+            group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
