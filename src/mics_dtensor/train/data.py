@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchtitan.components.tokenizer import BaseTokenizer
 
     from mics_dtensor.train.config import RunConfig
+    from mics_dtensor.train.tables_job import Training, Validation
 
 PYTHON_DOCS = "python_docs"
 # The name under which torchtitan's registry of data sets finds our reader of local files.
@@ -28,23 +29,28 @@ def dataloader_config(config: RunConfig) -> BaseDataLoader.Config:
 
     register()
     training = config.training
-    local = local_file(config)
+    local = local_file(training.dataset_path)
     return HuggingFaceTextDataLoader.Config(
         dataset=LOCAL_FILE if local else training.dataset,
-        dataset_path=str(local) if local else training.dataset_path,
+        dataset_path=training.dataset_path,
         infinite=True,
     )
 
 
 def tokenizer_config(config: RunConfig) -> BaseTokenizer.Config:
-    """The Config whose `build` makes the tokenizer: the one at `model.hf_assets_path`, or ours."""
+    """The Config whose `build` makes the tokenizer: the one that the run names, or ours."""
     from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
     from mics_dtensor.train.tokenizer import BuiltInTokenizer
 
-    if config.model.hf_assets_path:
+    if assets_path(config):
         return HuggingFaceTokenizer.Config()
     return BuiltInTokenizer.Config(cache_dir=str(Path(config.job.dump_folder) / "tokenizer"))
+
+
+def assets_path(config: RunConfig) -> str:
+    """The folder of the tokenizer; "" stands for the built-in one. The older name wins, as ever."""
+    return config.model.tokenizer_path or config.model.hf_assets_path
 
 
 def register() -> None:
@@ -60,12 +66,9 @@ def register() -> None:
     )
 
 
-def local_file(config: RunConfig) -> Path | None:
-    """The file that `training.dataset_path` names; None for a folder or a Hugging Face name."""
-    given = config.training.dataset_path
-    if given and Path(given).suffix in READERS:
-        return Path(given)
-    return None
+def local_file(path: str | None) -> Path | None:
+    """The file that a `dataset_path` names; None for a folder or a Hugging Face name."""
+    return Path(path) if path and Path(path).suffix in READERS else None
 
 
 def check_data(config: RunConfig, *, num_readers: int) -> None:
@@ -74,13 +77,17 @@ def check_data(config: RunConfig, *, num_readers: int) -> None:
     Reads no more of a file than that takes. Raises ConfigError, on this rank alone: another node
     may have the file. The program compares the ranks' answers before it goes on.
     """
-    training = config.training
-    path = local_file(config)
-    if path is None:
-        _check_named(training.dataset, training.dataset_path)
-    else:
-        _check_file(path, num_readers)
-    assets = config.model.hf_assets_path
+    tables: list[tuple[str, Training | Validation]] = [("training", config.training)]
+    if config.validation.enable:
+        tables.append(("validation", config.validation))
+    for table, read in tables:
+        given = f"{table}.dataset_path {read.dataset_path!r}"
+        path = local_file(read.dataset_path)
+        if path is not None:
+            _check_file(path, given, num_readers)
+        else:
+            _check_named(table, read.dataset, read.dataset_path)
+    assets = assets_path(config)
     if assets and not _holds_tokenizer(Path(assets)):
         raise ConfigError(
             f"model.hf_assets_path {assets!r} holds no tokenizer.json, vocab.json or vocab.txt; "
@@ -88,35 +95,37 @@ def check_data(config: RunConfig, *, num_readers: int) -> None:
         )
 
 
-def _check_named(dataset: str, path: str | None) -> None:
+def _check_named(table: str, dataset: str, path: str | None) -> None:
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
     register()
     names = sorted(set(DATASETS) - {LOCAL_FILE})
     if dataset.lower() not in names:
         raise ConfigError(
-            f"training.dataset {dataset!r} is not known; choose from {', '.join(names)}, or name "
-            f"a file ({', '.join(READERS)}) in training.dataset_path"
+            f"{table}.dataset {dataset!r} is not known; choose from {', '.join(names)}, or name a "
+            f"file ({', '.join(READERS)}) in {table}.dataset_path"
         )
-    if path and Path(path).exists() and not Path(path).is_dir():
+    where = path or DATASETS[dataset.lower()].path
+    if Path(where).is_file():
         raise ConfigError(
-            f"training.dataset_path {path!r} is a file of unknown kind; its name must end in one "
+            f"{table}.dataset_path {where!r} is a file of unknown kind; its name must end in one "
             f"of {', '.join(READERS)}"
         )
-    looks_local = path and path.startswith((".", "/", "~"))
-    if looks_local and not Path(str(path)).exists():
+    # "allenai/c4" is a name on the Hugging Face Hub; these are folders of this machine.
+    is_local = where.startswith((".", "/", "~")) or where.count("/") > 1
+    if is_local and not Path(where).is_dir():
         raise ConfigError(
-            f"training.dataset_path {path!r} does not exist; name a folder or a file that does "
-            f"({', '.join(READERS)}), or delete the line to read {dataset!r} from where it is kept"
+            f"{table}.dataset {dataset!r} lies in the folder {where!r}, which does not exist; name "
+            f"one that does, or a file ({', '.join(READERS)}), in {table}.dataset_path, or set "
+            f"{table}.dataset to {PYTHON_DOCS!r}, which needs neither"
         )
 
 
-def _check_file(path: Path, num_readers: int) -> None:
-    given = f"training.dataset_path {str(path)!r}"
+def _check_file(path: Path, given: str, num_readers: int) -> None:
     if not path.is_file():
         raise ConfigError(
-            f"{given} does not exist; name a {', '.join(READERS)} file, or set training.dataset to "
-            f"{PYTHON_DOCS!r} and delete dataset_path for text that needs no file"
+            f"{given} does not exist; name a {', '.join(READERS)} file that does, or set dataset "
+            f"to {PYTHON_DOCS!r} and delete dataset_path for text that needs no file"
         )
     if path.stat().st_size == 0:
         raise ConfigError(f"{given} is empty; it must hold at least {num_readers} documents")

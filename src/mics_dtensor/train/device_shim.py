@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
@@ -43,6 +43,8 @@ def use_device(device_type: DeviceType) -> None:
         _quiet_dtensor()
     _patch_peak_flops(device_type)
     _patch_pg_timeouts()
+    # torchdata's own call of something that torch deprecated, on every rank.
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 
 
 def use_attention_of_cpu(model_config: Any) -> bool:
@@ -91,28 +93,29 @@ def _quiet_dtensor() -> None:
 
 
 def _torchtitan_modules() -> list[ModuleType]:
-    return [
-        module for name, module in sys.modules.items() if name.split(".")[0] == "torchtitan"
-    ]
+    return [module for name, module in sys.modules.items() if name.split(".")[0] == "torchtitan"]
 
 
 def _cpu_device_module() -> SimpleNamespace:
     """torch.cpu, and what torchtitan asks of torch.cuda beyond it."""
     public = {name: getattr(torch.cpu, name) for name in dir(torch.cpu) if name[0] != "_"}
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    properties = SimpleNamespace(name="cpu", total_memory=total_bytes)
+
+    def answer(value: object) -> Callable[..., object]:
+        return lambda *_, **__: value
+
     return SimpleNamespace(
         **public
         | {
             # LOCAL_RANK picks a device where there are several; here all ranks share the one.
-            "device_count": lambda: 1,
-            "get_device_name": lambda device=None: "cpu",
-            "get_device_properties": lambda device=None: SimpleNamespace(
-                name="cpu", total_memory=total_bytes
-            ),
+            "device_count": answer(1),
             # torchtitan's DeviceMemoryMonitor; the caching allocator it asks for does not exist.
-            "memory_stats": lambda device=None: _memory_of_process(),
-            "reset_peak_memory_stats": lambda device=None: None,
-            "empty_cache": lambda: None,
+            "get_device_name": answer("cpu"),
+            "get_device_properties": answer(properties),
+            "memory_stats": lambda *_: _memory_of_process(),
+            "reset_peak_memory_stats": answer(None),
+            "empty_cache": answer(None),
         }
     )
 
@@ -148,7 +151,7 @@ def _patch_peak_flops(device_type: DeviceType) -> None:
 
 
 def _patch_pg_timeouts() -> None:
-    """torchtitan lowers the timeouts of its groups after the first step.
+    """The timeouts of process groups, which torchtitan lowers after the first step.
 
     It calls torch.distributed.set_timeout, which torch has from 2.14 on, and passes device_ids to
     the barrier, which gloo refuses.

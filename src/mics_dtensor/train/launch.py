@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -48,14 +47,12 @@ class Launch:
 
 
 def configure_logging(*, rank: int, environ: Mapping[str, str] = os.environ) -> None:
-    """torchtitan's format; from ranks that LOG_RANK (default 0) does not list, errors alone."""
+    """Log as torchtitan does; from ranks that LOG_RANK (default 0) does not list, errors alone."""
     from torchtitan.tools.logging import init_logger
 
     init_logger()
     if str(rank) not in environ.get("LOG_RANK", "0").split(","):
         logging.getLogger().setLevel(logging.ERROR)
-    # torchdata's own call of something that torch deprecated.
-    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 
 
 def agreed(question: Callable[[], Result]) -> Result:

@@ -12,11 +12,12 @@ from mics_dtensor.errors import ConfigError, TopologyError
 from mics_dtensor.layout import Layout
 from mics_dtensor.topology import Topology
 from mics_dtensor.train.degrees import resolve
-from mics_dtensor.train.launch import Launch, agreed, say_and_stop
+from mics_dtensor.train.launch import Launch, agreed, configure_logging, say_and_stop
 from mics_dtensor.train.load import Run, load
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
+
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Train, and return the exit status; every rank of the world calls it with the same `argv`.
@@ -117,6 +118,8 @@ def _check(run: Run, layout: Layout, launch: Launch) -> None:
 
 def _check_vocabulary(config: Trainer.Config) -> None:
     """A token that the model has no row for would read past its embeddings."""
+    from torchtitan.models.common.config_utils import decoder_vocab_size
+
     tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
     held, rows = tokenizer.get_vocab_size(), decoder_vocab_size(config.model_spec)
     if held > rows:

@@ -16,9 +16,7 @@ def python_docs() -> list[str]:
     """
     from pydoc_data.topics import topics
 
-    documents = [
-        document for topic in sorted(topics) for document in _documents(topics[topic])
-    ]
+    documents = [document for topic in sorted(topics) for document in _documents(topics[topic])]
     # Each data-parallel rank reads a contiguous part: without this, one rank would see nothing but
     # the data model and another nothing but the debugger.
     random.Random(0).shuffle(documents)

@@ -16,14 +16,17 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.trainer import Trainer
 
-from mics_dtensor.accumulate import gradient_accumulation
-from mics_dtensor.apply import apply_mics, stage_groups
-from mics_dtensor.clip import clip_grad_norm_
+from mics_dtensor import (
+    Layout,
+    Topology,
+    apply_mics,
+    clip_grad_norm_,
+    explain,
+    gradient_accumulation,
+    synchronize_replicas,
+)
+from mics_dtensor.apply import stage_groups
 from mics_dtensor.errors import ConfigError
-from mics_dtensor.explain import explain
-from mics_dtensor.layout import Layout
-from mics_dtensor.replicas import synchronize_replicas
-from mics_dtensor.topology import Topology
 from mics_dtensor.train import device_shim
 from mics_dtensor.train.metrics import Progress, Record, config_of
 from mics_dtensor.upstream import Unit, set_timeout, units_of
@@ -71,15 +74,17 @@ class MicsTrainer(Trainer):
         )
 
     def init_distributed(self) -> ParallelDims:
-        """torchtitan's meshes; its process group where the program has not made it already."""
+        """The meshes of torchtitan; its process group where the program has not made it already."""
         if not dist.is_initialized():
             return super().init_distributed()
         return ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
 
     def train(self) -> None:
-        """torchtitan's loop, from the checkpoint's step on."""
+        """The loop of torchtitan, from the checkpoint's step on."""
         self._progress: Progress | None = None
-        with _replaced(dist_utils, "set_pg_timeouts", self._with_stages(dist_utils.set_pg_timeouts)):
+        with _replaced(
+            dist_utils, "set_pg_timeouts", self._with_stages(dist_utils.set_pg_timeouts)
+        ):
             super().train()
 
     def train_step(self, data_iterator: Batches) -> None:
