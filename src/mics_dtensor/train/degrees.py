@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.layout import Layout, divisors
 from mics_dtensor.topology import Topology
-from mics_dtensor.train.key import replace_at
+from mics_dtensor.train.key import replace_at, value_at
 from mics_dtensor.train.load import Run
 
 REPLICATE = "parallelism.data_parallel_replicate_degree"
@@ -39,9 +39,6 @@ def resolve(
     cp = parallelism.context_parallel_degree
     tp = parallelism.tensor_parallel_degree
     ep = parallelism.expert_parallel_degree
-    for name, degree in (("pipeline", pp), ("context", cp), ("tensor", tp), ("expert", ep)):
-        if degree < 1:
-            raise ConfigError(f"{name}_parallel_degree {degree}; it must be 1 or more")
     if world_size % (pp * cp * tp):
         raise ConfigError(
             f"pipeline x context x tensor parallel degree = {pp} x {cp} x {tp} = {pp * cp * tp} "
@@ -168,11 +165,7 @@ def _fill_from_partition_size(run: Run, ranks: int, topology: Topology) -> Run:
 def _filled(run: Run, values: dict[str, int], *, by: str) -> Run:
     config, origin = run.config, dict(run.origin)
     for name, value in values.items():
-        config = replace_at(config, name, value)
-        if origin[name] == "default" or value != _written(run, name):
+        if value != value_at(config, name):
+            config = replace_at(config, name, value)
             origin[name] = by
     return dataclasses.replace(run, config=config, origin=origin)
-
-
-def _written(run: Run, name: str) -> int:
-    return dict(zip((REPLICATE, SHARD), _degrees(run), strict=True))[name]

@@ -128,7 +128,12 @@ def _refuse_numbers(config: RunConfig) -> None:
         raise ConfigError(
             f'mics.partition_size = "{mics.partition_size}"; write "node" or a number of ranks'
         )
+    parallelism, validation = config.parallelism, config.validation
     positive = {
+        "parallelism.pipeline_parallel_degree": parallelism.pipeline_parallel_degree,
+        "parallelism.context_parallel_degree": parallelism.context_parallel_degree,
+        "parallelism.tensor_parallel_degree": parallelism.tensor_parallel_degree,
+        "parallelism.expert_parallel_degree": parallelism.expert_parallel_degree,
         "mics.partition_size": mics.partition_size,
         "mics.ranks_per_node": mics.ranks_per_node,
         "training.local_batch_size": training.local_batch_size,
@@ -142,11 +147,16 @@ def _refuse_numbers(config: RunConfig) -> None:
         if isinstance(value, int) and value < 1:
             raise ConfigError(f"{name} = {value}; it must be 1 or more")
     chunks = config.loss.num_chunks
-    part = training.seq_len // config.parallelism.context_parallel_degree
+    part = training.seq_len // parallelism.context_parallel_degree
     if chunks is not None and part % chunks:
         raise ConfigError(
             f"loss.num_chunks {chunks} does not divide the {part} tokens that a rank has of a "
             "sequence; delete the line, or write a number that does"
+        )
+    if validation.enable and validation.seq_len > training.seq_len:
+        raise ConfigError(
+            f"validation.seq_len {validation.seq_len} is longer than training.seq_len "
+            f"{training.seq_len}, for which torchtitan 0.3 lays out positions; write at most that"
         )
 
 
