@@ -65,16 +65,20 @@ def run_on_ranks(world_size: int, body: Callable[[], None], *, timeout_s: float)
         ]
         try:
             answers = _wait(started, timeout_s)
-            for rank in started:
+            done = [rank for rank in started if rank.number in answers]
+            hung = [rank for rank in started if rank.number not in answers]
+            for rank in hung:  # first of all: once the others leave, it stands elsewhere
+                rank.end()
+            for rank in done:
                 rank.release()
-            ends = [rank.unclean_end() for rank in started if rank.number in answers]
+            ends = [rank.unclean_end() for rank in done]
         finally:
             for rank in started:
                 rank.end()
-        hung = [rank.where_it_hangs(timeout_s) for rank in started if rank.number not in answers]
 
     failures = [said for outcome, said in answers.values() if outcome == "failed"]
-    failures += [end for end in ends if end and not failures] + hung
+    failures += [rank.where_it_hangs(timeout_s) for rank in hung]
+    failures = failures or [end for end in ends if end]
     if failures:
         raise RanksFailed("\n\n".join(["", *failures]))
     skipped = [said for outcome, said in answers.values() if outcome == "skipped"]

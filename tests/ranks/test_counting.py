@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from harness.counting import count_collectives
 from harness.ranks import ranks
 from torch import nn
@@ -93,17 +92,19 @@ CALLS = {
     "barrier": (lambda: dist.barrier(), 0),
     "all_gather": (lambda: dist.all_gather([torch.empty(3), torch.empty(3)], torch.ones(3)), 24),
 }
+FUNCTIONAL = torch.ops._c10d_functional  # what DTensor and compiled code call
 FUNCTIONAL_CALLS = {
-    "all_reduce": (lambda: functional.all_reduce(torch.ones(6), "sum", dist.group.WORLD), 24),
-    "all_gather": (
-        lambda: functional.all_gather_tensor(torch.ones(3), 0, dist.group.WORLD),
-        24,
-    ),
+    "all_reduce": (lambda: FUNCTIONAL.all_reduce(torch.ones(6), "sum", world()), 24),
+    "all_gather": (lambda: FUNCTIONAL.all_gather_into_tensor(torch.ones(3), 2, world()), 24),
     "reduce_scatter": (
-        lambda: functional.reduce_scatter_tensor(torch.ones(6), "sum", 0, dist.group.WORLD),
+        lambda: FUNCTIONAL.reduce_scatter_tensor(torch.ones(6), "sum", 2, world()),
         24,
     ),
 }
+
+
+def world() -> str:
+    return dist.group.WORLD.group_name
 
 
 @ranks(2)
@@ -111,7 +112,9 @@ def test_each_kind_and_its_bytes() -> None:
     for calls in (CALLS, FUNCTIONAL_CALLS):
         for kind, (call, message_bytes) in calls.items():
             with count_collectives() as count:
-                call()
+                result = call()
+            if calls is FUNCTIONAL_CALLS:
+                FUNCTIONAL.wait_tensor(result)
             assert count.by_kind == {kind: 1}
             assert count.bytes_by_kind == {kind: message_bytes}
             assert count.calls[0].ranks == (0, 1)
