@@ -1,5 +1,4 @@
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,10 +39,10 @@ def write(tmp_path: Path, kind: str) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hugging Face's cache of what it read, so that a test leaves nothing behind."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    yield
+    return
 
 
 def loader(made: RunConfig, *, rank: int = 0, num_ranks: int = 4, seq_len: int = 16):  # noqa: ANN201
@@ -138,7 +137,7 @@ def test_a_parquet_file_without_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_data_set_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'pile' is not known; choose from c4, .*python_docs"):
+    with pytest.raises(ConfigError, match=r"'pile' is not known; choose from c4, .*python_docs"):
         data.check_data(config(tmp_path, dataset="pile"), num_readers=2)
 
 
