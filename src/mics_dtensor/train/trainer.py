@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools import utils
 from torchtitan.trainer import Trainer
 
 from mics_dtensor import (
@@ -128,7 +129,14 @@ class MicsTrainer(Trainer):
 
 def refuse_cuda_graphs(config: Trainer.Config, layout: Layout) -> None:
     """A replay runs no Python, so it would never take the second hop."""
-    if layout.num_replicas > 1 and not config.training.disable_cuda_graphs:
+    if config.training.disable_cuda_graphs:
+        return
+    if utils.device_type == "cpu":
+        raise ConfigError(
+            "training.disable_cuda_graphs = false on a machine without a GPU; write "
+            "disable_cuda_graphs = true"
+        )
+    if layout.num_replicas > 1:
         raise ConfigError(
             f"training.disable_cuda_graphs = false with {layout.num_replicas} replicas: the second "
             "hop does not run under CUDA graphs yet; write disable_cuda_graphs = true"
