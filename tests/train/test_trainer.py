@@ -27,7 +27,6 @@ def test_the_program_equals_torchtitans_own_trainer(
     options = (
         f"--mics.partition_size={partition_size}",
         f"--training.global_batch_size={4 * num_micro_steps}",
-        "--metrics.log_freq=1",
     )
     expected = train(torchtitans, tmp_path, *options)
     got = train(ours, tmp_path, *options)
@@ -38,11 +37,11 @@ def test_the_program_equals_torchtitans_own_trainer(
 
 @ranks(4, timeout_s=60)
 def test_the_loss_falls_and_each_logged_step_is_a_line(tmp_path: Path) -> None:
-    trained = train(ours, tmp_path, "--metrics.log_freq=4")
+    trained = train(ours, tmp_path, "--training.steps=12", "--metrics.log_freq=4")
     assert trained.losses[-1] < trained.losses[0] - 0.5
     dist.barrier()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 4, 8, 12, 16, 20]
+    assert [line["step"] for line in lines] == [1, 4, 8, 12]
     assert [line["loss"] for line in lines] == trained.losses
     for line in lines:
         assert list(line) == [
@@ -70,14 +69,15 @@ def test_what_is_explained_is_what_is_sent(tmp_path: Path) -> None:
     config, layout = configured(tmp_path, "--training.steps=3", "--metrics.log_freq=100")
     trainer = ours(config, layout)
     batches = trainer.batch_generator(trainer.dataloader)
-    rank, told = dist.get_rank(), trainer.explanation.collectives
+    told = trainer.explanation.collectives
     for trainer.step in (1, 2, 3):
         trainer._progress = None
         with count_collectives() as counted:
             trainer.train_step(batches)
         for kind in ("all_gather", "reduce_scatter"):
             assert counted.num(kind) == told[kind], (trainer.step, kind)
-        print(counted.by_kind, told)
+        # Beside the second hop: tokens of the step, and the norm over shards.
+        assert counted.all_reduces == told["all_reduce"] + 2
     trainer.close()
 
 

@@ -28,7 +28,11 @@ from mics_dtensor import (
 )
 from mics_dtensor.apply import stage_groups
 from mics_dtensor.errors import ConfigError
+from mics_dtensor.explanation import Explanation
+from mics_dtensor.plan.traffic import Options
 from mics_dtensor.train import device_shim
+from mics_dtensor.train.chunked_loss import HeadUnit
+from mics_dtensor.train.launch import agreed
 from mics_dtensor.train.metrics import Progress, Record, config_of
 from mics_dtensor.upstream import Unit, set_timeout, units_of
 
@@ -60,19 +64,29 @@ class MicsTrainer(Trainer):
         if config.checkpoint.create_seed_checkpoint:  # one rank, nothing is sharded
             return
         units = units_of(self.model_parts)
-        audit_groups(units, placement.layout, rank=dist.get_rank())
+        agreed(lambda: audit_groups(units, placement.layout, rank=dist.get_rank()))
         device_shim.use_sums_of_gloo(self.model_parts)
         apply_mics(
             self.model_parts, topology=placement.topology, hierarchical=placement.hierarchical
         )
-        for part in self.model_parts:
-            synchronize_replicas(part)
-        self.explanation = explain(
-            self.model_parts, num_micro_steps=self.gradient_accumulation_steps
-        )
+        synchronize_replicas(self.model_parts)
+        self._head = HeadUnit.of(self.loss_fn, units)
+        self.explanation = self._explained(placement)
         self.metrics_processor.record_to(
             Record(run_id=run_id, traffic=self.explanation, dump_folder=config.dump_folder)
         )
+
+    def _explained(self, placement: Placement) -> Explanation:
+        num_micro_steps = self.gradient_accumulation_steps
+        told = explain(self.model_parts, num_micro_steps=num_micro_steps)
+        if self._head is None:
+            return told
+        options = Options(
+            num_micro_steps=num_micro_steps,
+            hierarchical=placement.hierarchical,
+            backend="gloo" if dist.get_backend() == "gloo" else "nccl",
+        )
+        return self._head.explained(told, placement.topology, options)
 
     def init_distributed(self) -> ParallelDims:
         """The meshes of torchtitan; its process group where the program has not made it already."""
@@ -101,6 +115,8 @@ class MicsTrainer(Trainer):
 
     def forward_backward_step(self, **batch: Any) -> torch.Tensor:
         """One micro-step. torchtitan does not say which one it is, so they are counted here."""
+        if self._head is not None:
+            self._head.restore()
         if not self._has_replicas:  # one hop is all there is; CUDA graphs may replay it
             return super().forward_backward_step(**batch)
         num_micro_steps = self.gradient_accumulation_steps
