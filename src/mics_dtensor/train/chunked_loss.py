@@ -30,11 +30,9 @@ class HeadUnit:
         """The unit that `loss` switches, if it is a chunked loss and lm_head is sharded here."""
         if not isinstance(loss, ChunkedLossWrapper) or not isinstance(loss.lm_head, FSDPModule):
             return None
-        weights = {id(parameter) for parameter in loss.lm_head.parameters()}
-        for unit in units:
-            if any(id(param.parameter) in weights for param in unit.params):
-                return cls(unit, loss.lm_head)
-        return None
+        weight = loss.lm_head.weight
+        holds = (unit for unit in units if any(p.parameter is weight for p in unit.params))
+        return next((cls(unit, loss.lm_head) for unit in holds), None)
 
     def restore(self) -> None:
         """Undo what the loss leaves behind: it sets the flag to True, whatever it was.
@@ -44,7 +42,7 @@ class HeadUnit:
         self.lm_head.set_reshard_after_forward(self.reshards_after_forward, recurse=False)
 
     def explained(self, told: Explanation, topology: Topology, options: Options) -> Explanation:
-        """`told`, with what the loss makes of this unit; of plain FSDP too, which has the same loss."""
+        """`told`, with what the loss makes of this unit; plain FSDP would have the same loss."""
         units = tuple(
             replace(each, gathers=each.gathers + 1, reduces=len(each.shapes))
             if each.name == self.unit.name

@@ -10,11 +10,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor, _get_metrics_rank
 from torchtitan.distributed import ParallelDims
+
+from mics_dtensor.explanation import Explanation
 
 SCHEMA = 1
 PROGRESS_EVERY_S = 30.0
@@ -22,28 +24,12 @@ PROGRESS_EVERY_S = 30.0
 logger = logging.getLogger(__name__)
 
 
-class Traffic(Protocol):
-    """What one optimizer step sends, in the whole world; `explain` returns one."""
-
-    @property
-    def inter_node_bytes(self) -> int:
-        """Bytes out of all nodes, summed."""
-
-    @property
-    def intra_node_bytes(self) -> int:
-        """Bytes between ranks of one node, summed over all nodes."""
-
-    @property
-    def collectives(self) -> Mapping[str, int]:
-        """Collectives that a rank launches, by kind."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """What stays the same from line to line of metrics.jsonl, and where the file lies."""
 
     run_id: str
-    traffic: Traffic
+    traffic: Explanation
     dump_folder: str
 
     @property

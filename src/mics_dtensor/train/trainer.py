@@ -118,7 +118,8 @@ class MicsTrainer(Trainer):
         if self._head is not None:
             self._head.restore()
         if not self._has_replicas:  # one hop is all there is; CUDA graphs may replay it
-            return super().forward_backward_step(**batch)
+            loss: torch.Tensor = super().forward_backward_step(**batch)
+            return loss
         num_micro_steps = self.gradient_accumulation_steps
         if self._micro_steps_done == 0:
             # Not before: a step for which the data run out must not begin.
