@@ -21,7 +21,7 @@ from mics_dtensor.train.trainer import MicsTrainer, Placement
 SMALL = """
 [model]
 flavor = "debugmodel"
-n_layers = 2
+n_layers = 1
 hf_assets_path = ""
 [training]
 dataset = "python_docs"

@@ -20,7 +20,7 @@ from mics_dtensor.upstream import units_of
 @pytest.mark.parametrize(
     ("partition_size", "num_micro_steps"), [(2, 4), (1, 2), (4, 1)], ids=["2x2", "4x1", "1x4"]
 )
-@ranks(4, timeout_s=110)
+@ranks(4, timeout_s=180)
 def test_the_program_equals_torchtitans_own_trainer(
     tmp_path: Path, partition_size: int, num_micro_steps: int
 ) -> None:
@@ -35,7 +35,7 @@ def test_the_program_equals_torchtitans_own_trainer(
     assert got.norms == pytest.approx(expected.norms, rel=1e-4)
 
 
-@ranks(4, timeout_s=60)
+@ranks(4, timeout_s=100)
 def test_the_loss_falls_and_each_logged_step_is_a_line(tmp_path: Path) -> None:
     trained = train(ours, tmp_path, "--training.steps=12", "--metrics.log_freq=4")
     assert trained.losses[-1] < trained.losses[0] - 0.5
@@ -64,14 +64,14 @@ def test_the_loss_falls_and_each_logged_step_is_a_line(tmp_path: Path) -> None:
         assert line["lr"] > 0
 
 
-@ranks(4, timeout_s=60)
+@ranks(4, timeout_s=100)
 def test_what_is_explained_is_what_is_sent(tmp_path: Path) -> None:
     config, layout = configured(tmp_path, "--training.steps=3", "--metrics.log_freq=100")
     trainer = ours(config, layout)
     batches = trainer.batch_generator(trainer.dataloader)
     told = trainer.explanation.collectives
-    for trainer.step in (1, 2, 3):
-        trainer._progress = None
+    trainer._progress = None
+    for trainer.step in (2, 3, 4):  # a logged step, as the first is, also sums the losses
         with count_collectives() as counted:
             trainer.train_step(batches)
         for kind in ("all_gather", "reduce_scatter"):
@@ -81,7 +81,7 @@ def test_what_is_explained_is_what_is_sent(tmp_path: Path) -> None:
     trainer.close()
 
 
-@ranks(4, timeout_s=60)
+@ranks(4, timeout_s=100)
 def test_no_micro_step_crosses_the_replicas(tmp_path: Path) -> None:
     config, layout = configured(tmp_path, "--metrics.log_freq=100")
     trainer = ours(config, layout)
@@ -104,7 +104,7 @@ def test_no_micro_step_crosses_the_replicas(tmp_path: Path) -> None:
     trainer.close()
 
 
-@ranks(4, timeout_s=60)
+@ranks(4, timeout_s=100)
 def test_groups_unlike_the_layout_are_refused(tmp_path: Path) -> None:
     config, layout = configured(tmp_path)
     trainer = torchtitans(config, layout)
@@ -116,7 +116,7 @@ def test_groups_unlike_the_layout_are_refused(tmp_path: Path) -> None:
     trainer.close()
 
 
-@ranks(2, timeout_s=60)
+@ranks(2, timeout_s=100)
 def test_cuda_graphs_are_refused_where_there_is_no_gpu(tmp_path: Path) -> None:
     config, layout = configured(
         tmp_path, "--training.disable_cuda_graphs=false", "--training.global_batch_size=4"

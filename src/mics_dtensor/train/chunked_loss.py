@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
 
@@ -30,8 +31,9 @@ class HeadUnit:
         """The unit that `loss` switches, if it is a chunked loss and lm_head is sharded here."""
         if not isinstance(loss, ChunkedLossWrapper) or not isinstance(loss.lm_head, FSDPModule):
             return None
-        weight = loss.lm_head.weight
-        holds = (unit for unit in units if any(p.parameter is weight for p in unit.params))
+        lm_head: nn.Module = loss.lm_head
+        weights = {id(parameter) for parameter in lm_head.parameters()}
+        holds = (u for u in units if any(id(p.parameter) in weights for p in u.params))
         return next((cls(unit, loss.lm_head) for unit in holds), None)
 
     def restore(self) -> None:

@@ -186,8 +186,8 @@ def _document_of_json(line: str, given: str) -> str:
 
 
 def _documents_of_parquet(path: Path, given: str) -> Iterator[str]:
-    import pyarrow as arrow
-    import pyarrow.parquet as parquet
+    import pyarrow as arrow  # type: ignore[import-untyped]
+    import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 
     try:
         file = parquet.ParquetFile(path)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torchtitan.components.metrics import MetricsProcessor, _get_metrics_rank
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 
 from mics_dtensor.explanation import Explanation
@@ -56,9 +56,11 @@ class MicsMetrics(MetricsProcessor):
     ) -> None:
         super().__init__(config, parallel_dims=parallel_dims, pp_schedule=pp_schedule, **built)
         self.record: Record | None = None
-        # Rank 0, or with pipeline parallel the first that knows the loss.
-        rank = _get_metrics_rank(parallel_dims=parallel_dims, pp_schedule=pp_schedule)
-        self.tells = dist.get_rank() == rank
+        # Rank 0; of a pipeline the first rank of the stage that knows the loss, which is the last,
+        # or the first where the schedule runs in a V.
+        first_of_last_stage = parallel_dims.world_size // parallel_dims.pp * (parallel_dims.pp - 1)
+        is_v = pp_schedule == "ZBVZeroBubble"
+        self.tells = dist.get_rank() == (0 if is_v else first_of_last_stage)
         self._knows_peak = math.isfinite(self.gpu_peak_flops)
         if not self._knows_peak:
             # torchtitan's only way to say "no MFU" instead of a number that is wrong.

@@ -17,19 +17,15 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils
 from torchtitan.trainer import Trainer
 
-from mics_dtensor import (
-    Layout,
-    Topology,
-    apply_mics,
-    clip_grad_norm_,
-    explain,
-    gradient_accumulation,
-    synchronize_replicas,
-)
-from mics_dtensor.apply import stage_groups
+from mics_dtensor.accumulate import gradient_accumulation
+from mics_dtensor.apply import apply_mics, stage_groups
+from mics_dtensor.clip import clip_grad_norm_
 from mics_dtensor.errors import ConfigError
-from mics_dtensor.explanation import Explanation
+from mics_dtensor.explanation import Explanation, explain
+from mics_dtensor.layout import Layout
 from mics_dtensor.plan.traffic import Options
+from mics_dtensor.replicas import synchronize_replicas
+from mics_dtensor.topology import Topology
 from mics_dtensor.train import device_shim
 from mics_dtensor.train.chunked_loss import HeadUnit
 from mics_dtensor.train.launch import agreed
