@@ -29,12 +29,15 @@ class HeadUnit:
     @classmethod
     def of(cls, loss: BaseLoss, units: list[Unit]) -> HeadUnit | None:
         """The unit that `loss` switches, if it is a chunked loss and lm_head is sharded here."""
-        if not isinstance(loss, ChunkedLossWrapper) or not isinstance(loss.lm_head, FSDPModule):
+        lm_head: nn.Module | None = getattr(loss, "lm_head", None)
+        if not isinstance(loss, ChunkedLossWrapper) or lm_head is None:
             return None
-        lm_head: nn.Module = loss.lm_head
         weights = {id(parameter) for parameter in lm_head.parameters()}
         holds = (u for u in units if any(id(p.parameter) in weights for p in u.params))
-        return next((cls(unit, loss.lm_head) for unit in holds), None)
+        unit = next(holds, None)
+        if unit is None or not isinstance(lm_head, FSDPModule):
+            return None
+        return cls(unit, lm_head)
 
     def restore(self) -> None:
         """Undo what the loss leaves behind: it sets the flag to True, whatever it was.
