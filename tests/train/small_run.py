@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from harness.ranks import run_on_ranks
 from torchtitan.trainer import Trainer
 
 from mics_dtensor.layout import Layout
@@ -59,8 +61,9 @@ class Trained:
 def configured(folder: Path, *overrides: str) -> tuple[Trainer.Config, Layout]:
     """The small run with `--section.key=value` overrides; every rank of the world calls it."""
     path = folder / "small.toml"
-    if not path.exists():
+    if dist.get_rank() == 0:
         path.write_text(SMALL)
+    dist.barrier()
     dump = f"--job.dump_folder={folder}"
     run, layout = resolve(
         load(["--config-file", str(path), dump, *overrides]),
@@ -98,3 +101,18 @@ def train(make: Callable[[Trainer.Config, Layout], Trainer], folder: Path, *over
     trainer.train()
     trainer.close()
     return trained
+
+
+def trained_by(
+    make: Callable[[Trainer.Config, Layout], Trainer], folder: Path, *overrides: str
+) -> Trained:
+    """The same on 4 ranks that are forked for it; called from where no process group is."""
+    told = folder / f"{make.__name__}.json"
+
+    def body() -> None:
+        trained = train(make, folder, *overrides)
+        if dist.get_rank() == 0:
+            told.write_text(json.dumps(asdict(trained)))
+
+    run_on_ranks(4, body, timeout_s=100)
+    return Trained(**json.loads(told.read_text()))
