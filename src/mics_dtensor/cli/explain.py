@@ -20,7 +20,9 @@ from mics_dtensor.train.key import value_at
 from mics_dtensor.train.load import Run, load
 from mics_dtensor.train.values import shown
 
-SUMMARY = "  explain FILE   the resolved configuration, where each value came from, and the messages"
+SUMMARY = (
+    "  explain FILE   the resolved configuration, where each value came from, and the messages"
+)
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 

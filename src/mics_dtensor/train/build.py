@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 SPMD_TYPES_SINCE = (2, 14)
 """The first torch that torchtitan's spmd_types and full_dtensor work with."""
 
+
 def trainer_config(run: Run, *, device_type: Literal["cpu", "cuda"]) -> Trainer.Config:
     """The Trainer.Config of a resolved run, from `model_registry`, never from `config_registry`.
 
@@ -162,7 +163,7 @@ def _activation_checkpoint(config: RunConfig, device_type: str) -> Any:
         return SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=shapes, **common)
     if not option.isdigit():
         raise ConfigError(
-            f"activation_checkpoint.selective_ac_option = {shown(option)}; write \"op\", or a "
+            f'activation_checkpoint.selective_ac_option = {shown(option)}; write "op", or a '
             'number such as "2" for every second block'
         )
     # 0.2.2 took 0 for "every block".

@@ -83,9 +83,7 @@ def _degrees(run: Run) -> tuple[int, int]:
     return parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
 
 
-def _ranks_per_node(
-    run: Run, *, local_world_size: int | None, hosts: Sequence[str] | None
-) -> int:
+def _ranks_per_node(run: Run, *, local_world_size: int | None, hosts: Sequence[str] | None) -> int:
     said = run.config.mics.ranks_per_node
     if said is not None:
         return said
