@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mics_dtensor.clip import clip_grad_norm_
     from mics_dtensor.collectives import HierarchicalAllGather, HierarchicalReduceScatter
     from mics_dtensor.errors import MicsError
-    from mics_dtensor.explain import explain
+    from mics_dtensor.explanation import explain
     from mics_dtensor.layout import Layout
     from mics_dtensor.mesh import init_mesh
     from mics_dtensor.replicas import synchronize_replicas
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
+__all__ = [  # noqa: RUF022  in reading order, not the alphabet's
     "Topology",
     "Layout",
     "init_mesh",
@@ -33,7 +33,7 @@ __all__ = [
     "HierarchicalAllGather",
     "HierarchicalReduceScatter",
     "MicsError",
-]  # noqa: RUF022  in reading order, not the alphabet's
+]
 
 _HOME = {
     "Topology": "topology",
@@ -43,7 +43,7 @@ _HOME = {
     "synchronize_replicas": "replicas",
     "gradient_accumulation": "accumulate",
     "clip_grad_norm_": "clip",
-    "explain": "explain",
+    "explain": "explanation",
     "HierarchicalAllGather": "collectives",
     "HierarchicalReduceScatter": "collectives",
     "MicsError": "errors",
@@ -54,7 +54,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value  # `explain` is both a function and its module: the function wins
+    globals()[name] = value
     return value
 
 

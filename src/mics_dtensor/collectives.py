@@ -21,10 +21,9 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
-from mics_dtensor.errors import CommunicationError
 from mics_dtensor.mesh import Stages
+from mics_dtensor.stage import stage
 from mics_dtensor.upstream import AllGather, ReduceScatter, coalescing
 
 if hasattr(dist, "all_gather_single"):  # the names of torch >= 2.13
@@ -73,9 +72,9 @@ class HierarchicalAllGather(AllGather):
     ) -> dist.Work | None:
         num_nodes = self.stages.num_nodes
         staged = input_tensor.new_empty(num_nodes * input_tensor.numel())  # [node, shard]
-        with _stage("gather between nodes", self.unit, self.stages.across_nodes):
+        with stage("gather between nodes", self.unit, self.stages.across_nodes):
             _all_gather(staged, input_tensor, group=self.stages.across_nodes)  # slow: n - 1 shards
-        with _stage("gather within the node", self.unit, self.stages.within_node) as within_node:
+        with stage("gather within the node", self.unit, self.stages.within_node) as within_node:
             blocks = zip(output_tensor.chunk(num_nodes), staged.chunk(num_nodes), strict=True)
             if not _is_gloo(within_node):
                 with coalescing(within_node, async_op=async_op) as launched:
@@ -136,7 +135,7 @@ class HierarchicalReduceScatter(ReduceScatter):
     ) -> dist.Work | None:
         num_nodes = self.stages.num_nodes
         staged = output_tensor.new_empty(num_nodes * output_tensor.numel())  # [node, shard]
-        with _stage("reduce within the node", self.unit, self.stages.within_node) as within_node:
+        with stage("reduce within the node", self.unit, self.stages.within_node) as within_node:
             blocks = zip(staged.chunk(num_nodes), input_tensor.chunk(num_nodes), strict=True)
             if not _is_gloo(within_node):
                 with coalescing(within_node, async_op=False):
@@ -146,7 +145,7 @@ class HierarchicalReduceScatter(ReduceScatter):
                 for shard, block in blocks:  # from [local, shard] of one node, over the fast link
                     _reduce_scatter(shard, block, group=within_node, op=op)
         second = dist.ReduceOp.SUM if op == dist.ReduceOp.PREMUL_SUM else op
-        with _stage("reduce between nodes", self.unit, self.stages.across_nodes) as across_nodes:
+        with stage("reduce between nodes", self.unit, self.stages.across_nodes) as across_nodes:
             if not _is_gloo(across_nodes):
                 return _reduce_scatter(
                     output_tensor, staged, group=across_nodes, op=second, async_op=async_op
@@ -183,16 +182,3 @@ def _own_stream(device: torch.device, *, wanted: bool) -> Iterator[None]:
     side.wait_stream(module.current_stream())
     with module.stream(side):
         yield
-
-
-@contextmanager
-def _stage(what: str, unit: str, group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
-    """A named range in the trace, and a name in the error if the stage fails."""
-    with record_function(f"mics::{what} ({unit})"):
-        try:
-            yield group
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"{what} failed for unit {unit or '(unnamed)'} on rank {dist.get_rank()}, in the "
-                f"group of ranks {dist.get_process_group_ranks(group)}: {error}"
-            ) from error

@@ -71,6 +71,11 @@ class ShardedParameter:
         gradient: DTensor = self.fsdp.to_sharded_dtensor(local)
         return gradient
 
+    @property
+    def has_post_accumulate_hooks(self) -> bool:
+        """Whether somebody registered a post-accumulate-grad hook (optimizer in backward)."""
+        return bool(getattr(self.parameter, "_post_accumulate_grad_hooks", None))
+
     def has_unreduced_gradient(self) -> bool:
         """Whether a backward left a gradient that FSDP2 has not reduced (its sync was off)."""
         unsharded = getattr(self.fsdp, "_unsharded_param", None)
@@ -197,6 +202,11 @@ class Unit:
         """Install both. FSDPModule.set_custom_all_gather does this, but refuses several groups."""
         self.group._all_gather_comm = all_gather
         self.group._reduce_scatter_comm = reduce_scatter
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor, the very object; a plain tensor is its own."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def units_of(model: nn.Module | Iterable[nn.Module]) -> list[Unit]:

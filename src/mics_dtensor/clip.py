@@ -1,0 +1,123 @@
+"""Gradient norm and clipping over parameters on any mix of meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from mics_dtensor.accumulate import refuse_partial_sums
+from mics_dtensor.upstream import local_of, scale_
+
+Axes = tuple[DeviceMesh, tuple[int, ...]] | None  # of which a gradient is sharded over these axes
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale gradients in place so that their norm is at most `max_norm`; returns the norm before.
+
+    The norm is that of one process, whatever meshes the parameters are on: shards are summed over
+    the axes that shard them, and replicas counted once. Collective over those axes: every rank that
+    holds the parameters calls it. Raises AccumulationError before the last micro-step of an open
+    gradient_accumulation has ended, and RuntimeError for a norm that is not finite if asked to, both
+    with the gradients unchanged.
+    """
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    norm = total_norm(parameters, norm_type=norm_type, foreach=foreach)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {norm.item()}, so it cannot "
+            "be clipped; pass error_if_nonfinite=False to clip by it anyway"
+        )
+    clip_with_norm_(parameters, max_norm=max_norm, norm=norm, foreach=foreach)
+    return norm
+
+
+def total_norm(
+    parameters: Iterable[torch.Tensor], *, norm_type: float = 2.0, foreach: bool | None = None
+) -> torch.Tensor:
+    """The norm of all gradients, a scalar tensor. Collective as clip_grad_norm_ is."""
+    parameters = list(parameters)
+    refuse_partial_sums(parameters, what="clip_grad_norm_")
+    groups: dict[Axes, list[torch.Tensor]] = {}
+    for parameter in parameters:  # with and without gradient: all ranks reduce over the same axes
+        groups.setdefault(_sharded_axes(parameter), [])
+        if parameter.grad is not None:
+            gradient = _without_partial_sums(parameter.grad)
+            groups.setdefault(_sharded_axes(gradient), []).append(local_of(gradient))
+    device = next((local_of(p).device for p in parameters), torch.device("cpu"))
+    norms = [
+        _reduced_norm(gradients, axes, norm_type, foreach, device)
+        for axes, gradients in groups.items()
+    ]
+    if not norms:
+        return torch.zeros((), device=device)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def clip_with_norm_(
+    parameters: Iterable[torch.Tensor],
+    *,
+    max_norm: float,
+    norm: torch.Tensor,
+    foreach: bool | None = None,
+) -> None:
+    """Scale gradients by max_norm / (norm + 1e-6) where that is below 1. No communication."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local = local_of(parameter.grad)
+            alike.setdefault((local.device, local.dtype), []).append(local)
+    with torch.no_grad():
+        for (device, _), gradients in alike.items():
+            scale_(gradients, factor.to(device), foreach=foreach)
+
+
+def _sharded_axes(tensor: torch.Tensor) -> Axes:
+    if not isinstance(tensor, DTensor):
+        return None
+    placements = enumerate(tensor.placements)
+    return tensor.device_mesh, tuple(axis for axis, at in placements if at.is_shard())
+
+
+def _without_partial_sums(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient that is still a sum over some axis is summed, in a copy."""
+    if not isinstance(gradient, DTensor) or not any(at.is_partial() for at in gradient.placements):
+        return gradient
+    whole = [Replicate() if at.is_partial() else at for at in gradient.placements]
+    return gradient.redistribute(placements=whole)
+
+
+@torch.no_grad()
+def _reduced_norm(
+    gradients: list[torch.Tensor],
+    axes: Axes,
+    norm_type: float,
+    foreach: bool | None,
+    device: torch.device,
+) -> torch.Tensor:
+    """The norm of gradients that are sharded over the same axes of one mesh."""
+    # Shards may be empty: they count as 0, where torch's max-norm raises on that rank alone.
+    filled = [gradient for gradient in gradients if gradient.numel()]
+    norm = torch.zeros((), dtype=torch.float32, device=device)
+    if filled:
+        norm = torch.nn.utils.get_total_norm(filled, norm_type, foreach=foreach).float().to(device)
+    mesh, sharded = axes if axes is not None else (None, ())
+    reduce_over = [axis for axis in sharded if mesh is not None and mesh.size(axis) > 1]
+    if mesh is None or not reduce_over:
+        return norm
+    norm = norm if norm_type == inf else norm**norm_type
+    for axis in reduce_over:
+        op = dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM
+        dist.all_reduce(norm, op=op, group=mesh.get_group(axis))
+    return norm if norm_type == inf else norm ** (1.0 / norm_type)

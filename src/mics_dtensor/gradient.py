@@ -1,0 +1,86 @@
+"""The gradient of one parameter on its way through an optimizer step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from mics_dtensor.upstream import ShardedParameter, local_of
+
+
+@dataclass(eq=False)
+class Gradient:
+    """Sums over micro-steps; leaves for the second hop; comes back. Local shards throughout.
+
+    The sum is in `.grad` where FSDP2 puts it, or, for parameters narrower than fp32, in `total`: in
+    bf16, 256 and eight times 1 would make 256. In static mode `.grad` is written in place and never
+    bound anew, for CUDA graphs hold its address.
+    """
+
+    param: ShardedParameter
+    static: bool = False
+    total: torch.Tensor | None = None  # fp32; one shard more in memory
+    aside: DTensor | None = None  # found at entry: already reduced, added at the end
+    arrivals: int = 0  # in this micro-step; every backward that reduces is one
+    expected: int = 1  # those of the micro-step before
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the parameter's dtype is too narrow for a sum over micro-steps."""
+        return self.param.parameter.dtype in (torch.bfloat16, torch.float16)
+
+    @property
+    def is_present(self) -> bool:
+        """Whether this rank holds a partial sum that has not left."""
+        return self.total is not None or self.param.parameter.grad is not None
+
+    def set_aside(self, *, static_scale: float) -> None:
+        """At entry: what is there counts as already reduced, and is not to be reduced again."""
+        parameter = self.param.parameter
+        if self.static and parameter.grad is not None:
+            local_of(parameter.grad).mul_(static_scale)  # the hop will undo it
+        elif not self.static:
+            self.aside, parameter.grad = parameter.grad, None
+
+    def arrive(self) -> None:
+        """After FSDP2 has added a reduced gradient to `.grad` (a post-accumulate-grad hook)."""
+        self.arrivals += 1
+        if self.is_narrow and (gradient := self.param.parameter.grad) is not None:
+            local = local_of(gradient)
+            self.total = local.float() if self.total is None else self.total.add_(local)
+            self.param.parameter.grad = None
+
+    def take(self) -> torch.Tensor | None:
+        """The partial sum, out of `.grad`: what arrives from now on is a delta of its own."""
+        total, gradient = self.total, self.param.parameter.grad
+        if not self.static:
+            self.total = self.param.parameter.grad = None
+        return local_of(gradient) if total is None and gradient is not None else total
+
+    def put(self, reduced: torch.Tensor) -> None:
+        """Store what the second hop brought (1-D), beside what was set aside or put before."""
+        parameter, local = self.param.parameter, self.param.local
+        reduced = reduced.view(local.shape).to(local.device)
+        there = self.aside if self.aside is not None else parameter.grad
+        if there is None:
+            parameter.grad = self.param.as_gradient(reduced.to(local.dtype))
+        elif self.static:
+            local_of(there).copy_(reduced)  # onto itself where it was sent as it lay
+        else:
+            local_of(there).add_(reduced)
+            parameter.grad, self.aside = there, None
+
+    def settle(self) -> None:
+        """At the end: bring back what was set aside, if nothing came that it could be added to."""
+        if self.aside is not None:
+            self.param.parameter.grad, self.aside = self.aside, None
+
+    def abandon(self) -> None:
+        """After an exception: the step is lost; `.grad` is what it was at entry (static: zero)."""
+        self.total = None
+        if self.static and self.param.parameter.grad is not None:
+            local_of(self.param.parameter.grad).zero_()
+        else:
+            self.param.parameter.grad, self.aside = self.aside, None

@@ -1,0 +1,1 @@
+"""What the tests stand on: forked ranks, counted collectives, the rules of the architecture."""
