@@ -57,7 +57,7 @@ IMPOSSIBLE = {"parallelism.enable_fsdp_symm_mem": "NVIDIA", "training.mixed_prec
 
 
 @pytest.fixture
-def build(tmp_path: Path):  # type: ignore[no-untyped-def]
+def build(tmp_path: Path) -> Any:
     def build(
         text: str = "", *arguments: str, device_type: Literal["cpu", "cuda"] = "cuda"
     ) -> Trainer.Config:
@@ -120,7 +120,14 @@ def test_an_empty_file_means_what_it_meant(build: Any) -> None:
 @pytest.mark.parametrize("device_type", ["cuda", "cpu"])
 @pytest.mark.parametrize(
     "name",
-    "deepseek_v3_16b gpt_oss_debug_model llama3_8b llama3_debug_model qwen3_0.6b qwen3_moe_debug".split(),
+    [
+        "deepseek_v3_16b",
+        "gpt_oss_debug_model",
+        "llama3_8b",
+        "llama3_debug_model",
+        "qwen3_0.6b",
+        "qwen3_moe_debug",
+    ],
 )
 def test_files_of_torchtitan_0_2_build(name: str, device_type: Any) -> None:
     if not RELEASED.is_dir():
@@ -153,7 +160,7 @@ def test_attention_stays_on_a_gpu(build: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text, kind, values",
+    ("text", "kind", "values"),
     [
         ("mode = 'none'", type(None), {}),
         ("mode = 'full'\npreserve_rng_state = false", FullAC.Config, {"preserve_rng_state": False}),
@@ -178,7 +185,7 @@ def test_activation_checkpointing(
     assert {name: getattr(made, name) for name in values} == values
 
 
-@pytest.mark.parametrize("every, wrapped", [(1, [1, 2, 3, 4, 5]), (2, [2, 4]), (3, [3])])
+@pytest.mark.parametrize(("every", "wrapped"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4]), (3, [3])])
 def test_every_nth_block_is_checkpointed(every: int, wrapped: list[int]) -> None:
     model = nn.Module()
     model.layers = nn.ModuleDict({str(i): nn.Linear(2, 2) for i in range(5)})
@@ -238,7 +245,8 @@ def test_the_number_of_blocks_can_be_said(build: Any) -> None:
     layers = build("[model]\nn_layers = 9\n").model_spec.model.layers
     assert len(layers) == 9
     spread = [block.attention.wo.param_init["weight"].keywords["std"] for block in layers]
-    assert spread == sorted(spread, reverse=True) and len(set(spread)) == 9
+    assert spread == sorted(spread, reverse=True)
+    assert len(set(spread)) == 9
     assert len(build("[model]\nn_layers = 2\n").model_spec.model.layers) == 2
     with pytest.raises(ConfigError, match="only llama3"):
         build("[model]\nname = 'qwen3'\nn_layers = 2\n")
@@ -249,7 +257,7 @@ def test_a_model_of_ones_own_is_named_by_its_module(build: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text, names",
+    ("text", "names"),
     [
         ("[model]\nname = 'llama5'\n", ["llama5", "llama3"]),
         ("[model]\nname = 'no.such'\n", ["no.such", "model_registry"]),
@@ -277,3 +285,24 @@ def test_the_spmd_backend_is_one_that_this_torch_can_do(build: Any) -> None:
     else:
         with pytest.raises(ConfigError, match=r"2\.14"):
             build(wish)
+
+
+def test_blocks_beyond_the_flavor_start_as_torchtitans_would() -> None:
+    """8B has 32 blocks of which we keep 2 and make 2: the same as its first 4."""
+    from torchtitan.models.llama3 import model_registry
+
+    from mics_dtensor.train.model import set_num_layers
+
+    whole = model_registry("8B").model.layers[:4]
+    spec = model_registry("8B")
+    set_num_layers(spec, 2)
+    set_num_layers(spec, 4)
+    for ours, theirs in zip(spec.model.layers, whole, strict=True):
+        assert residual_init(ours) == residual_init(theirs)
+
+
+def residual_init(block: Any) -> list[Any]:
+    """How the weights that write into the residual stream start."""
+    parts = (block.attention.wo, block.feed_forward.w2, block.feed_forward.w3)
+    weights = [part.param_init["weight"] for part in parts]
+    return [(each.func, each.keywords) for each in weights]

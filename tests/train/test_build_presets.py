@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("torchtitan")
 
-import torch  # noqa: E402
+import torch
 
-from mics_dtensor.plan.presets import MODELS, Preset, flavors, preset  # noqa: E402
+from mics_dtensor.plan.presets import MODELS, Preset, flavors, preset
 
 EVERY = [(model, flavor) for model in MODELS for flavor in flavors(model)]
 
@@ -27,7 +27,7 @@ def in_full(shapes: Preset) -> dict[str, tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize("model, flavor", EVERY)
+@pytest.mark.parametrize(("model", "flavor"), EVERY)
 def test_a_preset_is_the_model(model: str, flavor: str) -> None:
     spec = importlib.import_module(f"torchtitan.models.{model}").model_registry(flavor)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Laws of resolve: every degree a number whose product is the world, or a refusal with the way out."""
+"""Laws of resolve: degrees are numbers whose product is the world, or refused with the way out."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def degrees(run: Run) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "text, replicate, shard, partition_size",
+    ("text", "replicate", "shard", "partition_size"),
     [
         ("", 1, 16, 16),
         ("[parallelism]\ndata_parallel_replicate_degree = 2\n", 2, 8, 8),
@@ -70,7 +70,7 @@ def test_a_pipeline_stage_has_a_layout_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text, world, names",
+    ("text", "world", "names"),
     [
         ("[mics]\npartition_size = 3\n", 16, ["partition_size 3", "16", "[1, 2, 4, 8, 16]"]),
         ("[mics]\npartition_size = 12\n", 24, ["partition_size 12", "unevenly"]),

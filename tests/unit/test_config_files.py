@@ -17,9 +17,14 @@ RELEASED = ROOT.parent / "shared" / "torchtitan_v0_2_configs"
 needs_released = pytest.mark.skipif(
     not RELEASED.is_dir(), reason="torchtitan 0.2.2's files are not beside this repository"
 )
-LOADS = (
-    "deepseek_v3_16b gpt_oss_debug_model llama3_8b llama3_debug_model qwen3_0.6b qwen3_moe_debug"
-).split()
+LOADS = [
+    "deepseek_v3_16b",
+    "gpt_oss_debug_model",
+    "llama3_8b",
+    "llama3_debug_model",
+    "qwen3_0.6b",
+    "qwen3_moe_debug",
+]
 
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)

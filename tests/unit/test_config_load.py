@@ -1,17 +1,22 @@
 """Laws of the loader: command line > file > default, and nothing is dropped in silence."""
 
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.train.load import Run, load
 
+Write = Callable[[str], str]
+
 
 @pytest.fixture
-def write(tmp_path: Path):  # type: ignore[no-untyped-def]
+def write(tmp_path: Path) -> Write:
     def write(text: str) -> str:
         path = tmp_path / "run.toml"
         path.write_text(text)
@@ -31,7 +36,9 @@ def refusal(file: str, *arguments: str) -> str:
     return str(refused.value)
 
 
-def test_the_command_line_goes_before_the_file_and_the_file_before_the_default(write) -> None:  # type: ignore[no-untyped-def]
+def test_the_command_line_goes_before_the_file_and_the_file_before_the_default(
+    write: Write,
+) -> None:
     run = loaded(write("[training]\nsteps = 5\nseq_len = 64\n"), "--training.steps", "7")
     training = run.config.training
     assert (training.steps, training.seq_len, training.local_batch_size) == (7, 64, 8)
@@ -41,7 +48,7 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_the_default(w
 
 
 @pytest.mark.parametrize(
-    "arguments, key, value",
+    ("arguments", "key", "value"),
     [
         (["--training.max_norm=2"], "max_norm", 2.0),
         (["--training.seq-len", "16"], "seq_len", 16),
@@ -54,19 +61,21 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_the_default(w
         (["--training.dataset", "a=b"], "dataset", "a=b"),
     ],
 )
-def test_arguments_are_read_in_the_names_of_the_file(write, arguments, key, value) -> None:  # type: ignore[no-untyped-def]
+def test_arguments_are_read_in_the_names_of_the_file(
+    write: Write, arguments: list[str], key: str, value: Any
+) -> None:
     training = loaded(write(""), *arguments).config.training
     assert getattr(training, key) == value
     assert type(getattr(training, key)) is type(value)
 
 
-def test_lists_are_written_with_commas(write) -> None:  # type: ignore[no-untyped-def]
+def test_lists_are_written_with_commas(write: Write) -> None:
     run = loaded(write(""), "--compile.components", "model,loss")
     assert run.config.compile.components == ("model", "loss")
 
 
 @pytest.mark.parametrize(
-    "text, names",
+    ("text", "names"),
     [
         ("[training]\nstesp = 1\n", ["training.stesp", "training.steps"]),
         ("[trainig]\nsteps = 1\n", ["[trainig]", "[training]"]),
@@ -99,13 +108,15 @@ def test_lists_are_written_with_commas(write) -> None:  # type: ignore[no-untype
         ("not toml", ["not TOML"]),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_sentence(write, text, names) -> None:  # type: ignore[no-untyped-def]
+def test_what_cannot_be_is_refused_in_one_sentence(
+    write: Write, text: str, names: list[str]
+) -> None:
     said = refusal(write(text))
     assert all(name in said for name in names), said
 
 
 @pytest.mark.parametrize("name", ["node_local_backward", "optimizer_over_replicas", "cluster"])
-def test_keys_to_come_are_refused_only_when_switched_on(write, name) -> None:  # type: ignore[no-untyped-def]
+def test_keys_to_come_are_refused_only_when_switched_on(write: Write, name: str) -> None:
     off, on = ("''", "'x.toml'") if name == "cluster" else ("false", "true")
     assert "not yet" in refusal(write(f"[mics]\n{name} = {on}\n"))
     if name != "cluster":
@@ -113,7 +124,7 @@ def test_keys_to_come_are_refused_only_when_switched_on(write, name) -> None:  #
 
 
 @pytest.mark.parametrize(
-    "arguments, names",
+    ("arguments", "names"),
     [
         (["--training.steps"], ["--training.steps", "value"]),
         (["--training.steps", "x"], ["x", "whole number"]),
@@ -121,7 +132,9 @@ def test_keys_to_come_are_refused_only_when_switched_on(write, name) -> None:  #
         (["--training.stesp", "1"], ["training.steps"]),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(write, arguments, names) -> None:  # type: ignore[no-untyped-def]
+def test_arguments_that_cannot_be_are_refused(
+    write: Write, arguments: list[str], names: list[str]
+) -> None:
     said = refusal(write(""), *arguments)
     assert all(name in said for name in names), said
 
@@ -132,7 +145,7 @@ def test_no_file_and_a_file_that_is_not_there_are_refused(tmp_path: Path) -> Non
     assert "nowhere.toml" in refusal(str(tmp_path / "nowhere.toml"))
 
 
-def test_the_inert_are_listed_where_they_are_written_and_nowhere_else(write) -> None:  # type: ignore[no-untyped-def]
+def test_the_inert_are_listed_where_they_are_written_and_nowhere_else(write: Write) -> None:
     assert loaded(write("")).inert == ()
     run = loaded(
         write("[fault_tolerance]\ngroup_size = 4\n[quantize.linear.float8]\nfilter_fqns = ['x']\n")
@@ -143,16 +156,18 @@ def test_the_inert_are_listed_where_they_are_written_and_nowhere_else(write) -> 
     assert len(run.inert) == 2
 
 
-def test_a_switched_off_key_may_say_anything(write) -> None:  # type: ignore[no-untyped-def]
+def test_a_switched_off_key_may_say_anything(write: Write) -> None:
     wish = "[parallelism]\ndisable_loss_parallel = true\ntensor_parallel_degree = {}\n"
     assert len(loaded(write(wish.format(1))).inert) == 1
     assert "disable_loss_parallel" in refusal(write(wish.format(2)))
 
 
-def test_loading_needs_neither_torch_nor_torchtitan(write) -> None:  # type: ignore[no-untyped-def]
+def test_loading_needs_neither_torch_nor_torchtitan(write: Write) -> None:
     program = (
         "import sys; sys.modules.update(torch=None, torchtitan=None)\n"
         "from mics_dtensor.train.load import load\n"
         f"load(['--config-file', {write('')!r}])"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    source = str(Path(__file__).parents[2] / "src")
+    env = {**os.environ, "PYTHONPATH": source}
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=env)

@@ -51,7 +51,8 @@ def test_the_list_is_that_of_the_release() -> None:
     pytest.importorskip("torchtitan")
     where = Path(folder) / "config" / "job_config.py"
     spec = importlib.util.spec_from_file_location("job_config_of_0_2_2", where)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # dataclasses look their module up by name.
     with pytest.MonkeyPatch.context() as patch:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from mics_dtensor.errors import ConfigError, PlanError
+from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import Layout
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units

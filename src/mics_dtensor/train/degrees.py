@@ -51,7 +51,7 @@ def resolve(
         run = _fill_from_world(run, ranks)
     else:
         run = _fill_from_partition_size(run, ranks, topology)
-    replicate, shard = _degrees(run)
+    _, shard = _degrees(run)
     layout = Layout(topology=topology, partition_size=shard * cp, tensor_parallel_size=tp)
     if (shard * cp * tp) % ep:
         raise ConfigError(

@@ -25,7 +25,7 @@ class Policy:
 
 
 def traffic_units(preset: Preset, layout: Layout, policy: Policy) -> tuple[Unit, ...]:
-    """The FSDP units of a preset on a layout. Raises PlanError where tensor parallel cuts experts."""
+    """The FSDP units of a preset on a layout; PlanError where tensor parallel cuts experts."""
     return tuple(
         Unit(
             name=unit.name,
