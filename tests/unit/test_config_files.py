@@ -65,6 +65,8 @@ def test_the_405b_file_is_refused_for_its_float8_gather() -> None:
     assert "enable_fsdp_float8_all_gather" in said
     assert "precompute_float8_dynamic_scale_for_fsdp" in said
     assert "rowwise" in said
+    # Only what is written: that recipe_name is not given would be a second way to say the same.
+    assert "recipe_name = none" not in said
 
 
 @needs_released
