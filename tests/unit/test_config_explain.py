@@ -33,7 +33,7 @@ def test_without_a_world_there_are_no_messages(capsys: pytest.CaptureFixture[str
 
 def test_json_holds_every_key_and_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
     said = json.loads(explained(capsys, DEBUG, "--world-size=4", "--json"))
-    assert said["keys"]["training.seq_len"] == {"value": 256, "origin": f"file {DEBUG}"}
+    assert said["keys"]["training.seq_len"] == {"value": 128, "origin": f"file {DEBUG}"}
     plan = said["plan"]
     assert (plan["num_replicas"], plan["num_micro_steps"]) == (2, 4)
     # Inside a node nothing leaves it but the second hop: 2 (R - 1) / R of the model from each of
