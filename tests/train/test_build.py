@@ -224,7 +224,11 @@ def test_data_and_validation_keep_their_own_sizes(build: Any) -> None:
     assert (config.dataloader.dataset, config.dataloader.num_workers) == ("c4", 2)
     validator = config.validator
     assert (validator.enable, validator.steps, validator.freq) == (True, 5, 10)
-    assert (validator.local_batch_size, validator.seq_len) == (3, 64)
+    # As torchtitan's trainer builds it, with the training's sizes.
+    names = "parallelism dp_world_size dp_rank tokenizer parallel_dims loss_fn metrics_processor"
+    names += " validation_context pp_schedule pp_has_first_stage pp_has_last_stage"
+    built = validator.build(**dict.fromkeys(names.split()), seq_len=2048, local_batch_size=8)
+    assert (built.local_batch_size, built.seq_len) == (3, 64)
     assert (validator.dataloader.dataset, validator.dataloader.pin_memory) == (
         "c4_validation",
         True,

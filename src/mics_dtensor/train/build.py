@@ -213,8 +213,8 @@ def _validator(config: RunConfig) -> Any:
         freq=written.freq,
         steps=written.steps,
         dataloader=_dataloader(config),
-        local_batch_size=written.local_batch_size,
-        seq_len=written.seq_len,
+        own_local_batch_size=written.local_batch_size,
+        own_seq_len=written.seq_len,
     )
 
 
