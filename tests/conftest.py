@@ -1,8 +1,17 @@
-"""Rules for all tests: where a test that needs a GPU is skipped, and whose asserts are explained."""
+"""Rules for all tests: what is skipped where, and whose asserts are explained."""
+
+from importlib.util import find_spec
 
 import pytest
 
 pytest.register_assert_rewrite("harness")
+
+HAS_TORCHTITAN = find_spec("torchtitan") is not None
+collect_ignore = [] if HAS_TORCHTITAN else ["train"]
+
+
+def pytest_report_header() -> list[str]:
+    return [] if HAS_TORCHTITAN else ["tests/train is left out: torchtitan is not installed"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,9 +1,9 @@
-"""gradient_accumulation: micro-steps reduce inside the partition group, the boundary across replicas.
+"""gradient_accumulation: micro-steps reduce inside the partition group, the boundary crosses it.
 
-MiCS, arXiv 2205.00119, section 3.3 (2-hop gradient synchronisation). While the context is open each
-FSDP2 unit's mesh is exchanged for one without replicas, so that FSDP2 itself adds every reduced
-gradient to that parameter's own `.grad`. At the boundary the second hop is ours (boundary.py).
-Outside the context the model is plain HSDP, so nobody can forget the second hop.
+MiCS, arXiv 2205.00119, section 3.3 (2-hop gradient synchronisation). While the context is open
+each FSDP2 unit's mesh is exchanged for one without replicas, so that FSDP2 itself adds every
+reduced gradient to that parameter's own `.grad`. At the boundary the second hop is ours
+(boundary.py). Outside the context the model is plain HSDP, so nobody can forget the second hop.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from mics_dtensor.audit import audit_gradients
 from mics_dtensor.boundary import Boundary, Message
 from mics_dtensor.errors import AccumulationError
 from mics_dtensor.gradient import Gradient
@@ -48,11 +50,11 @@ def gradient_accumulation(
     messages leave during the last backward. `static_gradients`: `.grad` is never bound anew, for
     CUDA graphs; gradients at entry are zero after an exception instead of restored.
 
-    Gradients found at entry count as synchronised, and are added to. FSDP2's set_requires_all_reduce
-    has no say inside. Collective: every rank that holds the model calls it. Raises AccumulationError
-    for micro-steps that do not add up, for what would corrupt a sum (see `_refuse`), and for an
+    Gradients found at entry count as synchronised, and are added to. set_requires_all_reduce has no
+    say inside. Collective: every rank that holds the model calls it. Raises AccumulationError for
+    micro-steps that do not add up, for what would corrupt a sum (see `_refuse`), and for an
     optimizer step or `clip_grad_norm_` before the last micro-step has ended; CommunicationError
-    where a message fails. After any exception `.grad` is what it was at entry and the next step
+    where a message fails. After any exception `.grad` is what it was at entry, and the next step
     starts clean.
     """
     units = units_of(model)
@@ -133,11 +135,8 @@ class Accumulation:
         self._boundary.set_aside()
         for gradient in self._boundary:
             if gradient.is_narrow or self._boundary.early:
-                parameter = gradient.param.parameter
-                handle = parameter.register_post_accumulate_grad_hook(
-                    lambda _, gradient=gradient: self.arrive(gradient)
-                )
-                self._exchange.callback(handle.remove)
+                remove = gradient.param.on_arrival(partial(self.arrive, gradient))
+                self._exchange.callback(remove)
         self._exchange.callback(register_optimizer_step_pre_hook(self._refuse_optimizer).remove)
         _OPEN.set((*_OPEN.get(), self))
         self._exchange.callback(self._close)
@@ -284,40 +283,8 @@ def _refuse(units: list[Unit], num_micro_steps: int | None, *, early: bool, stat
             "overlap_boundary takes gradients out of .grad and static_gradients keeps them there; "
             "choose one"
         )
-    for unit in units:
-        if (why := _unfit(unit, static=static)) is not None:
-            raise AccumulationError(f"unit {unit.name}: {why}")
+    audit_gradients(units, static=static)
     if any(a.holds(units) for a in _OPEN.get()):
         raise AccumulationError(
             "gradient_accumulation is already open for this model: leave it before opening another"
         )
-
-
-def _unfit(unit: Unit, *, static: bool) -> str | None:
-    if unit.has_pending_partial_sum:
-        return (
-            "FSDP2 holds a partial sum of set_requires_all_reduce(False): run a backward with "
-            "set_requires_all_reduce(True), or zero the step with reset_iter_state(), before"
-        )
-    if unit.has_all_reduce_hook:
-        return (
-            "its all-reduce hook would be called in every micro-step with the gradient of one "
-            "replica: remove it (set_all_reduce_hook), and act on .grad after the context"
-        )
-    for param in unit.params:
-        if param.has_post_accumulate_hooks:
-            return (
-                f"{param.name} has a post-accumulate-grad hook, which would see the partial sum of "
-                "one replica: remove it, and act on .grad after the context"
-            )
-        if param.has_unreduced_gradient():
-            return (
-                f"{param.name} has a gradient that a backward without gradient sync has left "
-                "unreduced: reduce it with a backward, or drop it with reset_iter_state(), before"
-            )
-        if static and param.parameter.requires_grad and param.parameter.dtype.itemsize < 4:
-            return (
-                f"static_gradients cannot hold the fp32 sum of {param.name}, which is "
-                f"{param.parameter.dtype}: keep the parameters in fp32 (MixedPrecisionPolicy casts)"
-            )
-    return None

@@ -10,7 +10,7 @@ from torch import nn
 from mics_dtensor.audit import audit_units
 from mics_dtensor.collectives import HierarchicalAllGather, HierarchicalReduceScatter
 from mics_dtensor.errors import ConfigError
-from mics_dtensor.mesh import Ranks, make_stages
+from mics_dtensor.mesh import Ranks, make_stages, ranks_of
 from mics_dtensor.topology import Topology
 from mics_dtensor.upstream import Unit, units_of
 
@@ -34,7 +34,7 @@ def apply_mics(
     shard_groups = _agree(units, stage_units, topology)
     stages = make_stages(shard_groups, topology, device_type=_device_type(units))
     for unit in stage_units:
-        if (its := stages.get(_ranks(unit))) is not None and not _is_installed(unit):
+        if (its := stages.get(ranks_of(unit.shard_group))) is not None and not _is_installed(unit):
             unit.set_collectives(
                 HierarchicalAllGather(its, unit=unit.name),
                 HierarchicalReduceScatter(its, unit=unit.name),
@@ -63,22 +63,19 @@ def _agree(units: list[Unit], stage_units: list[Unit], topology: Topology) -> li
         for unit in stage_units:
             if _is_installed(unit) or unit.shard_group is None:
                 continue
-            if len({topology.node_of(rank) for rank in _ranks(unit)}) > 1:
+            if len({topology.node_of(rank) for rank in ranks_of(unit.shard_group)}) > 1:
                 _refuse_foreign_collectives(unit)
-                mine.append(_ranks(unit))
+                mine.append(ranks_of(unit.shard_group))
     except ConfigError as refusal:
         error = str(refusal)
     everyone: list[tuple[list[Ranks], str | None]] = [([], None)] * dist.get_world_size()
     dist.all_gather_object(everyone, (list(dict.fromkeys(mine)), error))
-    for rank, (_, refusal) in enumerate(everyone):
-        if refusal is not None:
-            where = "" if error is not None else f" (rank {rank})"
-            raise ConfigError((error or refusal) + where)
+    if error is not None:
+        raise ConfigError(error)
+    for rank, (_, theirs) in enumerate(everyone):
+        if theirs is not None:
+            raise ConfigError(f"{theirs} (said by rank {rank})")
     return sorted({ranks for groups, _ in everyone for ranks in groups})
-
-
-def _ranks(unit: Unit) -> Ranks:
-    return tuple(dist.get_process_group_ranks(unit.shard_group)) if unit.shard_group else ()
 
 
 def _device_type(units: list[Unit]) -> str:

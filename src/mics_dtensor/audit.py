@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from mics_dtensor.errors import ConfigError
-from mics_dtensor.mesh import node_blocks
+from mics_dtensor.errors import AccumulationError, ConfigError
+from mics_dtensor.mesh import node_blocks, ranks_of
 from mics_dtensor.topology import Topology
 from mics_dtensor.upstream import Unit
 
@@ -29,7 +29,14 @@ def audit_units(units: Sequence[Unit], topology: Topology) -> None:
         _audit_axes(unit)
         _audit_order(unit)
         if unit.shard_group is not None:
-            node_blocks(tuple(dist.get_process_group_ranks(unit.shard_group)), topology)
+            node_blocks(ranks_of(unit.shard_group), topology)
+
+
+def audit_gradients(units: Sequence[Unit], *, static: bool) -> None:
+    """Raise AccumulationError for what accumulation would lose or corrupt. No communication."""
+    for unit in units:
+        if (why := _unfit(unit, static=static)) is not None:
+            raise AccumulationError(f"unit {unit.name}: {why}")
 
 
 def _audit_axes(unit: Unit) -> None:
@@ -53,7 +60,7 @@ def _audit_order(unit: Unit) -> None:
         if axis is None or group is None:
             continue
         in_mesh = _line_of_mesh(unit, axis)
-        in_group = dist.get_process_group_ranks(group)
+        in_group = list(ranks_of(group))
         if in_mesh != in_group:
             raise ConfigError(
                 f"unit {unit.name}: the mesh has the ranks of this rank's group in the order "
@@ -67,3 +74,33 @@ def _line_of_mesh(unit: Unit, axis: int) -> list[int]:
     mesh, rank = unit.mesh.mesh, dist.get_rank()
     lines = mesh.movedim(axis, -1).reshape(-1, mesh.shape[axis]).tolist()
     return next(([int(r) for r in line] for line in lines if rank in line), [])
+
+
+def _unfit(unit: Unit, *, static: bool) -> str | None:
+    if unit.has_pending_partial_sum:
+        return (
+            "FSDP2 holds a partial sum of set_requires_all_reduce(False): run a backward with "
+            "set_requires_all_reduce(True), or zero the step with reset_iter_state(), before"
+        )
+    if unit.has_all_reduce_hook:
+        return (
+            "its all-reduce hook would be called in every micro-step with the gradient of one "
+            "replica: remove it (set_all_reduce_hook), and act on .grad after the context"
+        )
+    for param in unit.params:
+        if param.has_post_accumulate_hooks:
+            return (
+                f"{param.name} has a post-accumulate-grad hook, which would see the partial sum of "
+                "one replica: remove it, and act on .grad after the context"
+            )
+        if param.has_unreduced_gradient():
+            return (
+                f"{param.name} has a gradient that a backward without gradient sync has left "
+                "unreduced: reduce it with a backward, or drop it with reset_iter_state(), before"
+            )
+        if static and param.parameter.requires_grad and param.parameter.dtype.itemsize < 4:
+            return (
+                f"static_gradients cannot hold the fp32 sum of {param.name}, which is "
+                f"{param.parameter.dtype}: keep the parameters in fp32 (MixedPrecisionPolicy casts)"
+            )
+    return None

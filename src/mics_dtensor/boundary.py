@@ -1,8 +1,8 @@
 """The second hop: at the boundary of an optimizer step, gradients cross the replicas.
 
-Which gradients take part is agreed by all replicas, in an order fixed beforehand; zeros stand in for
-what a replica lacks. After FSDP2's first reduction the gradients of a unit lie in one flat storage,
-which is sent as it lies; only buckets of several small units, or of another dtype, are copied.
+Which gradients take part is agreed by all replicas, in an order fixed beforehand; zeros stand in
+for what a replica lacks. After FSDP2's first reduction the gradients of a unit lie in one flat
+storage, which is sent as it lies; only buckets of several units, or of another dtype, are copied.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-
 from logging import getLogger
 
 import torch
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from mics_dtensor.agreement import Ballot, agree
 from mics_dtensor.gradient import Gradient
+from mics_dtensor.mesh import ranks_of
 from mics_dtensor.plan.traffic import buckets
 from mics_dtensor.stage import stage
 from mics_dtensor.upstream import Unit
@@ -65,14 +65,14 @@ class Bucket:
         Runs on the stream on which the gradients are ready: FSDP2's reduce-scatter stream from a
         hook, the default one after the backward. `flat` is held until it has landed.
         """
-        values = [gradient.take() for gradient in self.gradients]
+        values: list[torch.Tensor | None] = [gradient.take() for gradient in self.gradients]
         self.flat = self._as_it_lies(values)
         if self.flat is not None:
             self.pieces = [value for value in values if value is not None]
         else:
             sizes = [gradient.param.local.numel() for gradient in self.gradients]
             self.flat = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
-            self.pieces = list(self.flat.split(sizes))
+            self.pieces = list(torch.split(self.flat, sizes))
             for piece, value in zip(self.pieces, values, strict=True):
                 piece.zero_() if value is None else piece.copy_(value.reshape(-1))
         if self.dtype == torch.float16:
@@ -106,13 +106,14 @@ class Bucket:
         self.pieces = [self.pieces[keep] for keep in chosen] if self.pieces else []
 
     def _as_it_lies(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """The flat storage that all values are views of, in order and padded; None if they are not."""
+        """The flat storage that all values are views of, in order, padded; else None."""
         if not values or values[0] is None:
             return None
         first, end = values[0], 0
-        storage, offset = first.untyped_storage(), first.storage_offset()
-        padded = [gradient.param.padded_numel for gradient in self.gradients]
-        for value, start in zip(values, accumulate(padded, initial=offset), strict=False):
+        storage, offset = first.untyped_storage(), int(first.storage_offset())
+        padded = (gradient.param.padded_numel for gradient in self.gradients)
+        starts: Iterator[int] = accumulate(padded, initial=offset)
+        for value, start in zip(values, starts, strict=False):
             if (
                 value is None
                 or (value.dtype, value.device) != (self.dtype, self.device)
@@ -122,7 +123,7 @@ class Bucket:
             ):
                 return None
             end = start + value.numel()
-        return first.new_empty(0).set_(storage, offset, (end - offset,))
+        return torch.as_strided(first, (end - offset,), (1,), offset)
 
 
 class Boundary:
@@ -155,7 +156,7 @@ class Boundary:
     def set_aside(self) -> None:
         """At entry: gradients that are there count as already reduced."""
         for unit, gradients in self.gradients.items():
-            scale = divisor_of(unit) / num_replicas(unit)
+            scale = divisor_of(unit) / unit.num_replicas
             for gradient in gradients:
                 gradient.set_aside(static_scale=scale)
 
@@ -233,7 +234,7 @@ class Boundary:
         for unit in self.gradients:
             key = (ranks_of(unit.shard_group), ranks_of(unit.replicate_group))
             meshes.setdefault(key, []).append(unit)
-        if not any(num_replicas(unit) > 1 for unit in self.units):
+        if not any(unit.num_replicas > 1 for unit in self.units):
             meshes = {}  # nothing will be sent; a problem of this rank is raised all the same
         of_mesh = [[g for unit in its for g in self.gradients[unit]] for its in meshes.values()]
         ballots = [
@@ -273,15 +274,10 @@ class Boundary:
                         device=mine[0].device,
                         dtype=dtype,
                         divisor=divisor_of(mine[0]),
-                        group=mine[0].replicate_group if num_replicas(mine[0]) > 1 else None,
+                        group=mine[0].replicate_group if mine[0].num_replicas > 1 else None,
                     )
                 )
         return filled
-
-
-def num_replicas(unit: Unit) -> int:
-    """Ranks of the unit's replication group."""
-    return 1 if unit.replicate_group is None else unit.replicate_group.size()
 
 
 def divisor_of(unit: Unit) -> float:
@@ -292,11 +288,6 @@ def divisor_of(unit: Unit) -> float:
     may divide twice (force-sum, fp16), so there the factor is ours.
     """
     if unit.divide_factor is None:
-        return num_replicas(unit)
+        return unit.num_replicas
     shards = 1 if unit.shard_group is None else unit.shard_group.size()
     return unit.divide_factor if shards == 1 else 1
-
-
-def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """The ranks of a group: what two groups are compared by."""
-    return () if group is None else tuple(dist.get_process_group_ranks(group))

@@ -28,8 +28,8 @@ def clip_grad_norm_(
     The norm is that of one process, whatever meshes the parameters are on: shards are summed over
     the axes that shard them, and replicas counted once. Collective over those axes: every rank that
     holds the parameters calls it. Raises AccumulationError before the last micro-step of an open
-    gradient_accumulation has ended, and RuntimeError for a norm that is not finite if asked to, both
-    with the gradients unchanged.
+    gradient_accumulation has ended, and RuntimeError for a norm that is not finite if asked to;
+    the gradients are then unchanged.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm = total_norm(parameters, norm_type=norm_type, foreach=foreach)
@@ -61,7 +61,8 @@ def total_norm(
     ]
     if not norms:
         return torch.zeros((), device=device)
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return whole
 
 
 def clip_with_norm_(

@@ -16,16 +16,20 @@ caching allocator reuses it only after work enqueued later on the same stream. W
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from mics_dtensor.mesh import Stages
+from mics_dtensor.mesh import Stages, ranks_of
 from mics_dtensor.stage import stage
 from mics_dtensor.upstream import AllGather, ReduceScatter, coalescing
 
+_Collective = Callable[..., dist.Work | None]
+_all_gather: _Collective
+_reduce_scatter: _Collective
 if hasattr(dist, "all_gather_single"):  # the names of torch >= 2.13
     _all_gather, _reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
 else:
@@ -80,7 +84,7 @@ class HierarchicalAllGather(AllGather):
                 with coalescing(within_node, async_op=async_op) as launched:
                     for block, shard in blocks:
                         _all_gather(block, shard, group=within_node, async_op=async_op)
-                return launched.works[-1] if async_op else None
+                return cast("dist.Work", launched.works[-1]) if async_op else None
             *first, last = blocks  # each [local, shard] of one node, over the fast link
             for block, shard in first:
                 _all_gather(block, shard, group=within_node)
@@ -155,12 +159,14 @@ class HierarchicalReduceScatter(ReduceScatter):
             total = received.view(num_nodes, -1).sum(dim=0, dtype=_sum_dtype(staged.dtype))
             output_tensor.copy_(total / num_nodes if second == dist.ReduceOp.AVG else total)
             # The sum above is done; FSDP2 waits on a real Work and on nothing else.
-            return dist.barrier(group=across_nodes, async_op=True) if async_op else None
+            if not async_op:
+                return None
+            return cast("dist.Work", dist.barrier(group=across_nodes, async_op=True))
 
 
 def _same_ranks(group: dist.ProcessGroup, stages: Stages) -> bool:
     # By ranks, not by object or name: set_separate_reduce_scatter_group passes another object.
-    return tuple(dist.get_process_group_ranks(group)) == stages.ranks
+    return ranks_of(group) == stages.ranks
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:

@@ -6,7 +6,7 @@ MicsError
 ├── PlanError          (ValueError)    a question that the planner cannot answer
 ├── CheckpointError    (ValueError)    a checkpoint that is not whole, or not this model's
 ├── AccumulationError  (RuntimeError)  micro-steps and gradients that do not add up
-├── CommunicationError (RuntimeError)  a collective failed or timed out; names unit, stage and ranks
+├── CommunicationError (RuntimeError)  a collective failed or timed out on some rank
 └── ReplicaError       (RuntimeError)  replicas that should be equal are not
 """
 

@@ -12,7 +12,7 @@ from torch import nn
 from mics_dtensor.collectives import HierarchicalAllGather
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.layout import GroupShape
-from mics_dtensor.mesh import node_blocks
+from mics_dtensor.mesh import node_blocks, ranks_of
 from mics_dtensor.plan.table import render
 from mics_dtensor.plan.traffic import (
     BUCKET_SIZE_BYTES,
@@ -24,9 +24,8 @@ from mics_dtensor.plan.traffic import (
     step_traffic,
 )
 from mics_dtensor.topology import Topology
-from mics_dtensor.upstream import ShardedParameter
+from mics_dtensor.upstream import ShardedParameter, units_of
 from mics_dtensor.upstream import Unit as FsdpUnit
-from mics_dtensor.upstream import units_of
 
 
 @dataclass(frozen=True)
@@ -101,8 +100,8 @@ def _describe(unit: FsdpUnit, topology: Topology, hop: torch.dtype | None) -> Un
         name=unit.name,
         shapes=shapes(trainable=True),
         frozen=shapes(trainable=False),
-        shard=_shape_of(unit, unit.shard_group, topology),
-        replicate=_shape_of(unit, unit.replicate_group, topology),
+        shard=_shape_of(unit.shard_group, topology),
+        replicate=_shape_of(unit.replicate_group, topology),
         gathers=2 if unit.reshards_after_forward else 1,
         gather_itemsize=unit.gather_dtype.itemsize,
         reduce_itemsize=unit.reduce_dtype.itemsize,
@@ -114,9 +113,9 @@ def _trains(param: ShardedParameter) -> bool:
     return param.parameter.requires_grad
 
 
-def _shape_of(unit: FsdpUnit, group: dist.ProcessGroup | None, topology: Topology) -> GroupShape:
+def _shape_of(group: dist.ProcessGroup | None, topology: Topology) -> GroupShape:
     if group is None:
         return GroupShape(1, 1, topology.world_size)
-    blocks = node_blocks(tuple(dist.get_process_group_ranks(group)), topology)
+    blocks = node_blocks(ranks_of(group), topology)
     num_groups = topology.world_size // group.size()
     return GroupShape(len(blocks), len(blocks[0]), num_groups)

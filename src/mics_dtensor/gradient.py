@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -42,7 +43,8 @@ class Gradient:
         if self.static and parameter.grad is not None:
             local_of(parameter.grad).mul_(static_scale)  # the hop will undo it
         elif not self.static:
-            self.aside, parameter.grad = parameter.grad, None
+            self.aside = cast("DTensor | None", parameter.grad)
+            parameter.grad = None
 
     def arrive(self) -> None:
         """After FSDP2 has added a reduced gradient to `.grad` (a post-accumulate-grad hook)."""

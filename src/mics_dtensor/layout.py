@@ -1,9 +1,8 @@
-"""How the world is cut: world = replicate x node x local (x tp). Pure: no torch, no process group."""
+"""How the world is cut: world = replicate x node x local (x tp). Pure: no torch, no groups made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.topology import Topology
@@ -55,9 +54,11 @@ class Layout:
         world, node = self.topology.world_size, self.topology.ranks_per_node
         tp = self.tensor_parallel_size
         if not self.topology.is_contiguous:
+            first = self.topology.nodes[0]
             raise ConfigError(
-                f"the ranks of a node must be consecutive; got {self.topology.nodes}: start the "
-                "ranks node by node (torchrun's --node-rank in the order of the hosts)"
+                f"the ranks of a node must be consecutive; {self.topology.names[0]} holds "
+                f"{list(first[:4])}{'...' if len(first) > 4 else ''}: start the ranks node by node "
+                "(torchrun's --node-rank in the order of the hosts)"
             )
         if tp < 1 or node % tp:
             raise ConfigError(
@@ -104,7 +105,9 @@ class Layout:
         return ("replicate", "shard", "tp")[: len(self.mesh_shape)]
 
     def coordinate(self, rank: int) -> Coordinate:
-        """The place of `rank`."""
+        """The place of `rank`. Raises ConfigError where the world has no such rank."""
+        if not 0 <= rank < self.topology.world_size:
+            raise ConfigError(f"rank {rank} is not one of 0..{self.topology.world_size - 1}")
         rest, tp = divmod(rank, self.tensor_parallel_size)
         rest, local = divmod(rest, self.shards_per_node)
         replicate, node = divmod(rest, self.nodes_per_partition_group)
@@ -118,22 +121,28 @@ class Layout:
     def partition_group(self, rank: int) -> tuple[int, ...]:
         """The ranks that hold one sharded copy together with `rank`, ascending."""
         at = self.coordinate(rank)
-        return self._ranks(lambda c: (c.replicate, c.tp) == (at.replicate, at.tp), at)
+        nodes, places = range(self.nodes_per_partition_group), range(self.shards_per_node)
+        return tuple(
+            self.rank_of(replace(at, node=node, local=local)) for node in nodes for local in places
+        )
 
     def replication_group(self, rank: int) -> tuple[int, ...]:
         """The ranks that hold the same shard as `rank`, one a replica, ascending."""
-        stride = self.partition_size * self.tensor_parallel_size
-        return tuple(range(rank % stride, self.topology.world_size, stride))
+        at, replicas = self.coordinate(rank), range(self.num_replicas)
+        return tuple(self.rank_of(replace(at, replicate=replicate)) for replicate in replicas)
 
     def node_group(self, rank: int) -> tuple[int, ...]:
-        """The peers of `rank` at its place in the other nodes of its partition group (slow link)."""
-        at = self.coordinate(rank)
-        return self._ranks(lambda c: (c.local, c.tp) == (at.local, at.tp), at)
+        """The peers of `rank` at its place in the other nodes of its partition group (slow link).
+
+        With `rank` itself, ascending.
+        """
+        at, nodes = self.coordinate(rank), range(self.nodes_per_partition_group)
+        return tuple(self.rank_of(replace(at, node=node)) for node in nodes)
 
     def local_group(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the partition group of `rank` in its own node (fast link)."""
-        at = self.coordinate(rank)
-        return self._ranks(lambda c: (c.node, c.tp) == (at.node, at.tp), at)
+        """The ranks of the partition group of `rank` in its own node (fast link), ascending."""
+        at, places = self.coordinate(rank), range(self.shards_per_node)
+        return tuple(self.rank_of(replace(at, local=local)) for local in places)
 
     @property
     def shard_shape(self) -> GroupShape:
@@ -151,11 +160,6 @@ class Layout:
         groups = self.partition_size * self.tensor_parallel_size
         return GroupShape(nodes, replicas_per_node, groups)
 
-    def _ranks(self, wanted: Callable[[Coordinate], bool], at: Coordinate) -> tuple[int, ...]:
-        occupied = self.partition_size * self.tensor_parallel_size
-        own_copy = range(at.replicate * occupied, (at.replicate + 1) * occupied)
-        return tuple(rank for rank in own_copy if wanted(self.coordinate(rank)))
-
 
 def divisors(number: int) -> list[int]:
     """All divisors of `number`, ascending."""
@@ -163,8 +167,10 @@ def divisors(number: int) -> list[int]:
 
 
 def partition_sizes(topology: Topology, *, tensor_parallel_size: int = 1) -> list[int]:
-    """The partition sizes that a world can be cut into, ascending."""
+    """The partition sizes that a world can be cut into, ascending; none where tp cannot be."""
     node, tp = topology.ranks_per_node, tensor_parallel_size
+    if tp < 1 or node % tp:
+        return []
     return [
         size
         for size in divisors(topology.world_size // tp)

@@ -16,6 +16,11 @@ from mics_dtensor.upstream import timeout_of
 Ranks = tuple[int, ...]
 
 
+def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
+    """The ranks of a group, ascending: what groups are compared by, since objects may differ."""
+    return () if group is None else tuple(dist.get_process_group_ranks(group))
+
+
 @dataclass(frozen=True, eq=False)
 class Stages:
     """The two groups of this rank through which a partition group that spans nodes communicates.

@@ -16,10 +16,10 @@ from mics_dtensor.upstream import Unit, local_of, units_of
 def synchronize_replicas(model: nn.Module | Iterable[nn.Module]) -> None:
     """Every replica takes replica 0's parameters and buffers, byte for byte.
 
-    fully_shard does not make replicas equal: with a seed of its own each rank differs. One broadcast
-    a unit over its replication group, and one for buffers and parameters outside FSDP over that of
-    the first unit. Collective: every rank that holds the model calls it, after materialisation.
-    Raises ConfigError, before anything is sent, for parameters on the meta device.
+    fully_shard does not make replicas equal: with a seed of its own each rank differs. One
+    broadcast a unit over its replication group, and one for buffers and parameters outside FSDP
+    over that of the first unit. Collective: every rank that holds the model calls it, once it is
+    materialised. Raises ConfigError, before anything is sent, for parameters on the meta device.
     """
     for name, group, tensors in _held(model):
         if group.size() == 1:
@@ -27,7 +27,8 @@ def synchronize_replicas(model: nn.Module | Iterable[nn.Module]) -> None:
         with torch.no_grad(), stage("synchronize replicas", name, group):
             message = torch.cat([_bytes(tensor) for _, tensor in tensors])
             dist.broadcast(message, group=group, group_src=0)
-            pieces = message.split([_bytes(tensor).numel() for _, tensor in tensors])
+            sizes = [tensor.numel() * tensor.itemsize for _, tensor in tensors]
+            pieces = torch.split(message, sizes)
             for (_, tensor), piece in zip(tensors, pieces, strict=True):
                 flat = tensor if tensor.is_contiguous() else tensor.contiguous()
                 _bytes(flat).copy_(piece)
@@ -65,12 +66,12 @@ def _held(
 ) -> Iterator[tuple[str, dist.ProcessGroup, list[tuple[str, torch.Tensor]]]]:
     """Unit name, replication group and local tensors, in an order that all replicas share."""
     parts = [model] if isinstance(model, nn.Module) else list(model)
-    units = [unit for unit in units_of(parts) if unit.replicate_group is not None]
     mine = {id(param.parameter) for unit in units_of(parts) for param in unit.params}
-    held: list[tuple[str, dist.ProcessGroup, list[tuple[str, torch.Tensor]]]] = []
-    for unit in units:
-        if unit.replicate_group is not None:
-            held.append((unit.name, unit.replicate_group, [(p.name, p.local) for p in unit.params]))
+    held: list[tuple[str, dist.ProcessGroup, list[tuple[str, torch.Tensor]]]] = [
+        (unit.name, unit.replicate_group, [(param.name, param.local) for param in unit.params])
+        for unit in units_of(parts)
+        if unit.replicate_group is not None
+    ]
     others = [
         (name, local_of(tensor.detach()))
         for part in parts

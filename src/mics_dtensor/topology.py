@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from mics_dtensor.errors import TopologyError
 
@@ -23,19 +24,30 @@ class Topology:
     def __post_init__(self) -> None:
         if not self.names:
             object.__setattr__(self, "names", tuple(f"node {i}" for i in range(len(self.nodes))))
+        if len(self.names) != len(self.nodes):
+            raise TopologyError(
+                f"{len(self.names)} names for {len(self.nodes)} nodes; give one for each, or none"
+            )
         sizes = {len(ranks) for ranks in self.nodes}
         if len(sizes) != 1 or 0 in sizes:
             listed = ", ".join(
                 f"{name}: {len(ranks)}" for name, ranks in zip(self.names, self.nodes, strict=True)
             )
             raise TopologyError(
-                f"nodes hold unequal numbers of ranks ({listed}); every node must hold the same "
-                "number: start as many ranks on each, or leave the odd node out"
+                f"nodes hold unequal numbers of ranks ({listed or 'no nodes at all'}); every node "
+                "must hold the same number: start as many ranks on each, or leave the odd node out"
             )
-        ranks = sorted(rank for node in self.nodes for rank in node)
-        if ranks != list(range(len(ranks))):
+        ranks = [rank for node in self.nodes for rank in node]
+        if wrong := sorted(set(ranks) ^ set(range(len(ranks)))):
             raise TopologyError(
-                f"the ranks of all nodes must be 0..{len(ranks) - 1}, each once; got {ranks}"
+                f"the ranks of all nodes must be 0..{len(ranks) - 1}, each once; "
+                f"missing or out of that range: {_some(wrong)}"
+            )
+        ordered = tuple(sorted(tuple(sorted(node)) for node in self.nodes))
+        if self.nodes != ordered:
+            raise TopologyError(
+                f"ranks ascend inside a node and nodes by their lowest rank; "
+                f"got {_some(self.nodes)}, give {_some(ordered)}"
             )
 
     @property
@@ -53,7 +65,7 @@ class Topology:
         """Number of ranks in each node."""
         return len(self.nodes[0])
 
-    @property
+    @cached_property
     def is_contiguous(self) -> bool:
         """Whether node i holds ranks i * ranks_per_node and those that follow, as launchers do."""
         size = self.ranks_per_node
@@ -63,7 +75,9 @@ class Topology:
         )
 
     def node_of(self, rank: int) -> int:
-        """The node of `rank`."""
+        """The node of `rank`. Raises TopologyError where the world has no such rank."""
+        if not 0 <= rank < self.world_size:
+            raise TopologyError(f"rank {rank} is not one of 0..{self.world_size - 1}")
         if self.is_contiguous:
             return rank // self.ranks_per_node
         return next(node for node, ranks in enumerate(self.nodes) if rank in ranks)
@@ -71,7 +85,9 @@ class Topology:
     @classmethod
     def uniform(cls, *, world_size: int, ranks_per_node: int) -> Topology:
         """Nodes of `ranks_per_node` consecutive ranks each. Pure: no process group, no torch."""
-        if ranks_per_node < 1 or world_size < 1 or world_size % ranks_per_node:
+        if world_size < 1:
+            raise TopologyError(f"world_size {world_size} is not a number of ranks; give 1 or more")
+        if ranks_per_node < 1 or world_size % ranks_per_node:
             works = [n for n in range(1, world_size + 1) if world_size % n == 0]
             raise TopologyError(
                 f"ranks_per_node {ranks_per_node} does not divide the world size {world_size}; "
@@ -118,3 +134,8 @@ class Topology:
         if ranks_per_node is not None:
             return cls.uniform(world_size=len(seen), ranks_per_node=ranks_per_node)
         return cls.from_hosts([host for host, _ in seen])
+
+
+def _some(items: Sequence[object]) -> str:
+    """The first of many, for a message: a world may have thousands of ranks."""
+    return ", ".join(map(str, items[:8])) + (", ..." if len(items) > 8 else "")

@@ -12,10 +12,10 @@ ORDER = (
     ("errors", "upstream"),
     ("topology",),
     ("layout",),
-    ("plan", "mesh"),
+    ("plan", "mesh", "stage", "gradient", "agreement"),
     ("collectives", "boundary", "audit"),
     ("accumulate", "apply", "replicas"),
-    ("clip", "explain", "sharded_states"),
+    ("clip", "explanation", "sharded_states"),
     ("checkpoint",),
     ("train",),
     ("cli",),
@@ -23,7 +23,7 @@ ORDER = (
 LINE = {part: line for line, parts in enumerate(ORDER) for part in parts}
 
 UPSTREAM = {"torch", "torchtitan", "torchdata", "torch_checkpointing"}
-MAY_TOUCH_PRIVATE_NAMES = {"mics_dtensor.upstream", "mics_dtensor.train.device_shim"}
+MAY_TOUCH_PRIVATE_NAMES = ("mics_dtensor.upstream", "mics_dtensor.train.device_shim")
 PUBLIC_IN_SPITE_OF_THE_UNDERSCORE = {"_asdict", "_fields", "_make", "_replace"}  # namedtuple
 GROUP_MAKERS = {
     "init_device_mesh",
@@ -34,8 +34,15 @@ GROUP_MAKERS = {
     "from_group",
 }
 ROOT_LOGGER = {"basicConfig", "captureWarnings", "dictConfig", "disable", "fileConfig", "root"} | {
-    "debug", "info", "warning", "error", "exception", "critical", "log",
+    "debug",
+    "info",
+    "warning",
+    "error",
+    "exception",
+    "critical",
+    "log",
 }
+LOGGING_MODULES = ("logging", "logging.config")
 LOGGER_SETTINGS = {"addHandler", "addFilter", "propagate", "setLevel"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller"}
@@ -80,7 +87,7 @@ def violations(module: Module) -> list[str]:
 
 
 def imports(module: Module, tree: ast.AST) -> Iterator[Reference]:
-    """What the module imports, at any depth, relative imports resolved, `import_module("x")` too."""
+    """What the module imports at any depth; relative imports resolved, `import_module` too."""
     package = module.name.split(".") if module.is_package else module.name.split(".")[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -120,9 +127,9 @@ def _upstream(module: Module, imported: list[Reference]) -> Iterator[str]:
         root, *rest = reference.target.split(".")
         if root == "torchtitan" and module.part != "train":
             yield f"{reference.line}: torchtitan outside train/"
-        if root in UPSTREAM | {PACKAGE} and any(_is_private(name) for name in rest):
-            if root == PACKAGE or module.name not in MAY_TOUCH_PRIVATE_NAMES:
-                yield f"{reference.line}: private name imported: {reference.target}"
+        may = root in UPSTREAM and module.name.startswith(MAY_TOUCH_PRIVATE_NAMES)
+        if root in UPSTREAM | {PACKAGE} and not may and any(map(_is_private, rest)):
+            yield f"{reference.line}: private name imported: {reference.target}"
 
 
 def _private(module: Module, tree: ast.AST) -> Iterator[str]:
@@ -131,7 +138,7 @@ def _private(module: Module, tree: ast.AST) -> Iterator[str]:
     So `self._name` inherited from a class of torch is refused, and `other._name` beside a
     `self._name` of our own is not.
     """
-    if module.name in MAY_TOUCH_PRIVATE_NAMES:
+    if module.name.startswith(MAY_TOUCH_PRIVATE_NAMES):
         return
     allowed = PUBLIC_IN_SPITE_OF_THE_UNDERSCORE | set(_own_private_names(tree))
     for node in ast.walk(tree):
@@ -157,9 +164,9 @@ def _own_private_names(tree: ast.AST) -> Iterator[str]:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 yield from (target.id for target in targets if isinstance(target, ast.Name))
         for node in ast.walk(owner):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-                    yield node.attr
+            stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+            if stored and ast.unparse(node.value) in ("self", "cls"):
+                yield node.attr
 
 
 def _groups(module: Module, tree: ast.AST) -> Iterator[str]:
@@ -172,7 +179,8 @@ def _groups(module: Module, tree: ast.AST) -> Iterator[str]:
             yield f"{node.lineno}: a mesh is made outside mesh.py: {ast.unparse(node)}"
         for name in _names(node):
             if name in makers:
-                yield f"{getattr(node, 'lineno', 1)}: a process group is made outside mesh.py: {name}"
+                line = getattr(node, "lineno", 1)
+                yield f"{line}: a process group is made outside mesh.py: {name}"
 
 
 def _surroundings(module: Module, tree: ast.AST) -> Iterator[str]:
@@ -186,15 +194,15 @@ def _surroundings(module: Module, tree: ast.AST) -> Iterator[str]:
                 yield f"{line}: the environment is read outside train/ and cli/: {name}"
             if name in LOGGER_SETTINGS:
                 yield f"{line}: logging is configured outside train/ and cli/: {name}"
-        if isinstance(node, ast.Attribute) and _last(node.value) == "logging":
-            if node.attr in ROOT_LOGGER:
-                yield f"{line}: the root logger is used outside train/ and cli/: {node.attr}"
-        if isinstance(node, ast.ImportFrom) and node.module in ("logging", "logging.config"):
-            for alias in node.names:
-                if alias.name in ROOT_LOGGER:
-                    yield f"{line}: the root logger is used outside train/ and cli/: {alias.name}"
-        if isinstance(node, ast.Call) and _last(node.func) == "getLogger" and not node.args:
-            yield f"{line}: the root logger is used outside train/ and cli/: getLogger()"
+        used = set[str]()
+        if isinstance(node, ast.Attribute) and node.attr in ROOT_LOGGER:
+            used = {node.attr} if ast.unparse(node.value) in LOGGING_MODULES else used
+        elif isinstance(node, ast.ImportFrom) and node.module in LOGGING_MODULES:
+            used = set(_names(node)) & ROOT_LOGGER
+        elif isinstance(node, ast.Call) and _last(node.func) == "getLogger" and not node.args:
+            used = {"getLogger()"}
+        for name in used:
+            yield f"{line}: the root logger is used outside train/ and cli/: {name}"
 
 
 def _names(node: ast.AST) -> list[str]:

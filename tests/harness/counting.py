@@ -65,7 +65,8 @@ class Collective:
     """One call. `message_bytes` is the whole message as this rank holds it.
 
     All-gather: the gathered output; reduce-scatter and all-to-all: the input; all-reduce and
-    broadcast: the tensor. A ring then takes (n - 1)/n of it, twice for an all-reduce, out of each rank.
+    broadcast: the tensor. A ring of n ranks then takes (n - 1)/n of it out of each rank, twice for
+    an all-reduce.
     """
 
     kind: str
@@ -129,7 +130,7 @@ class Collectives:
 
 @contextmanager
 def count_collectives() -> Iterator[Collectives]:
-    """Count every collective of this rank, those of the backward too. Not those inside CUDA graphs."""
+    """Count every collective of this rank, the backward's too; not the replays of a CUDA graph."""
     counted = Collectives()
     with _CountingMode(counted):
         yield counted

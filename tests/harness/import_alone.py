@@ -1,7 +1,7 @@
 """Run as a program: import the modules that are named, where nothing but torch can be imported.
 
-Prints one JSON object: which environment variables our files read, what they logged, and whether the
-root logger changed, while they were imported and every name of the contents page was loaded.
+Prints one JSON object: which environment variables our files read, what they logged, and whether
+the root logger changed, while they were imported and every name of the contents page was loaded.
 """
 
 import importlib
@@ -51,7 +51,7 @@ class TorchAlone:
     def __init__(self) -> None:
         self.hidden = hidden_modules()
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+    def find_spec(self, name: str, *_: object) -> None:
         if name.partition(".")[0] in self.hidden:
             raise ModuleNotFoundError(f"{name} is hidden: only torch is installed", name=name)
 

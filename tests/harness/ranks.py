@@ -1,7 +1,7 @@
 """Run a test body on n real ranks: gloo, forked, rendezvous through a file, so no ports.
 
-A failing rank is named with its traceback. A hang is a failure: after `timeout_s` each rank that has
-not answered shows where it stands, and is ended by its own process id.
+A failing rank is named with its traceback. A hang is a failure: after `timeout_s` each rank that
+has not answered shows where it stands, and is ended by its own process id.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class _Rank:
         theirs.close()
 
     def answer(self) -> tuple[str, str]:
-        """Its outcome, "passed", "failed" or "skipped", and its words; called when the pipe is ready."""
+        """Its outcome, "passed", "failed" or "skipped", and its words, once the pipe is ready."""
         try:
             outcome, said = self.pipe.recv()
         except EOFError:

@@ -1,4 +1,4 @@
-"""The counter is exact: known calls one by one, and plain FSDP2 as formulas of the number of units."""
+"""The counter is exact: known calls one by one, plain FSDP2 as formulas of the number of units."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The rules of docs: imports point down, private torch names have one door, planning needs no torch."""
+"""Imports point down, private names of torch have one door, planning needs no torch."""
 
 import json
 import os
@@ -84,6 +84,8 @@ BAD = {
     ("topology", "import os\nos.getenv('X')"): "the environment is read",
     ("apply", "logging.basicConfig()"): "the root logger is used",
     ("apply", "logging.info('x')"): "the root logger is used",
+    ("apply", "logging.config.dictConfig({})"): "the root logger is used",
+    ("apply", "from logging import basicConfig"): "the root logger is used",
     ("apply", "logging.getLogger()"): "the root logger is used",
     ("apply", "logger.setLevel(10)"): "logging is configured",
     ("apply", "logger.propagate = False"): "logging is configured",
@@ -108,9 +110,12 @@ GOOD = [
     ("upstream", "from torch.distributed.fsdp._fully_shard import x\nx._get_fsdp_state()"),
     ("mesh", "init_device_mesh('cpu', (2,))\ndist.new_group([0])\nDeviceMesh('cpu', [0])"),
     ("apply", "def f(mesh: DeviceMesh) -> DeviceMesh: ..."),
-    ("apply", "logger = logging.getLogger(__name__)\nlogger.info('x')"),
+    ("apply", "logger = logging.getLogger(__name__)\nlogger.info('x')\nself.config.debug"),
     ("apply", "class A:\n    _x: int\n    def __eq__(self, other):\n        other._x == self._x"),
-    ("apply", "class A:\n    def f(self):\n        self._y = 1\n        self._g()\n    def _g(self): ..."),
+    (
+        "apply",
+        "class A:\n    def f(self):\n        self._y = 1\n        self._g()\n    def _g(self): ...",
+    ),
     ("apply", "row._replace(a=1)\ntype(x).__name__\ngetattr(x, 'public')"),
 ]
 

@@ -1,10 +1,10 @@
 """Bytes and collectives of one optimizer step, by stage and by link. Pure.
 
-Bytes are those that the best algorithm for the given groups sends: a ring that visits the ranks node
-by node (all-gather and reduce-scatter: g - 1 shards over each of g edges; all-reduce: twice that),
-or the two stages of `collectives.py`. They are summed over the world: `inter_node_bytes` leave the
-nodes, `intra_node_bytes` pass between ranks of one node. NCCL's rings reach them; gloo's own
-reduce-scatter moves an all-reduce. The equations stand in docs/mechanism.md.
+Bytes are those that the best algorithm for the given groups sends: a ring that visits the ranks
+node by node (all-gather and reduce-scatter: g - 1 shards over each of g edges; all-reduce: twice
+that), or the two stages of `collectives.py`. They are summed over the world: `inter_node_bytes`
+leave the nodes, `intra_node_bytes` pass between ranks of one node. NCCL's rings reach them; gloo's
+own reduce-scatter moves an all-reduce. The equations stand in docs/mechanism.md.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def over_all_ranks(units: Sequence[Unit], *, num_nodes: int, ranks_per_node: int
 def buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
     """Cut the positions of `sizes` (bytes) into consecutive buckets, each closed at `limit`.
 
-    Whole units first: one of at least `limit` bytes keeps a message of its own, which needs no copy.
+    Whole units first: one of at least `limit` bytes keeps a message of its own, without a copy.
     """
     found: list[list[int]] = []
     filled = limit
@@ -189,31 +189,41 @@ def _reduce(unit: Unit, options: Options) -> Iterator[Stage]:
 
 
 def _boundary(units: Sequence[Unit], options: Options) -> Iterator[Stage]:
-    """The second hop: an all-reduce of every shard over its replication group, and the agreement."""
+    """The second hop: every shard's all-reduce over its replication group, and the agreement.
+
+    A message is counted at the first of the units that share it, in the order of the backward.
+    """
     hopping = [unit for unit in units if unit.replicate.size > 1 and unit.shapes]
+    messages = _messages(hopping, options)
     for unit in hopping:
-        times = unit.count * (1 if options.two_hop else options.num_micro_steps)
-        total = unit.hop_itemsize * unit.numel * (unit.replicate.num_groups // unit.shard.size)
-        calls = times if not options.two_hop else 0  # shared messages are counted below
-        yield _all_reduce(unit.name, "boundary", unit.replicate, total * times, calls, options)
+        times = 1 if options.two_hop else options.num_micro_steps
+        copies = unit.replicate.num_groups // unit.shard.size  # under tensor parallel, each its own
+        total = unit.hop_itemsize * unit.numel * unit.count * copies * times
+        calls = messages[unit] if options.two_hop else unit.count * times
+        yield _all_reduce(unit.name, "boundary", unit.replicate, total, calls, options)
     if not options.two_hop:
         return
-    kinds = {(unit.shard, unit.replicate, unit.hop_itemsize) for unit in hopping}
-    for shard, replicate, itemsize in sorted(kinds, key=repr):
-        mine = [
-            u
-            for u in hopping
-            if (u.shard, u.replicate, u.hop_itemsize) == (shard, replicate, itemsize)
-        ]
-        sizes = [u.shard_numel() * itemsize for u in reversed(mine) for _ in range(u.count)]
-        messages = len(buckets(sizes, options.bucket_size_bytes))
-        yield _all_reduce("(all)", "boundary messages", replicate, 0, messages, options)
-    for shard, replicate in sorted({(u.shard, u.replicate) for u in hopping}, key=repr):
+    for shard, replicate in dict.fromkeys((unit.shard, unit.replicate) for unit in hopping):
         params = sum(len(u.shapes) * u.count for u in hopping if u.replicate == replicate)
         for group, numbers in ((shard, 0), (replicate, params)):
             if group.size > 1:
                 total = 4 * (AGREEMENT_NUMBERS + numbers) * group.num_groups
                 yield _all_reduce("(all)", "agreement", group, total, 1, options)
+
+
+def _messages(hopping: Sequence[Unit], options: Options) -> Counter[Unit]:
+    """Messages at the boundary, by the unit that leads them."""
+    led: Counter[Unit] = Counter()
+    for kind in dict.fromkeys((unit.replicate, unit.hop_itemsize) for unit in hopping):
+        backward = [
+            unit
+            for unit in reversed(hopping)
+            if (unit.replicate, unit.hop_itemsize) == kind
+            for _ in range(unit.count)
+        ]
+        sizes = [unit.shard_numel() * unit.hop_itemsize for unit in backward]
+        led.update(backward[first] for first, *_ in buckets(sizes, options.bucket_size_bytes))
+    return led
 
 
 def _is_hierarchical(shard: GroupShape, options: Options) -> bool:

@@ -1,16 +1,9 @@
-"""Every private torch name that this library leans on: the single door.
-
-Checked on torch 2.11.0, 2.13.0 and 2.14.1; `tests/ranks/test_upstream.py` holds a canary for each
-name. The rest of the library sees a `Unit`: one FSDP2 parameter group, the parameters that are
-gathered and reduced in one message.
-"""
+"""One FSDP2 parameter group, as the rest of the library sees it: a Unit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,14 +20,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DataParallelMeshInfo,
     DDPMeshInfo,
     FSDPMeshInfo,
-    HSDPMeshInfo,
-    TrainingState,
 )
 from torch.distributed.tensor import DTensor
 
-__all__ = ["AllGather", "ReduceScatter", "Unit", "units_of"]
-
 MeshInfo = DataParallelMeshInfo
+ORIGINAL = "mics_original"  # our attribute, on mesh_info objects of our making
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +48,7 @@ class ShardedParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape before sharding over this unit's mesh (one rank's part under tensor parallel)."""
+        """The shape before this unit's sharding: one rank's part under tensor parallel."""
         return tuple(self.fsdp._orig_size)
 
     @property
@@ -75,6 +65,13 @@ class ShardedParameter:
     def has_post_accumulate_hooks(self) -> bool:
         """Whether somebody registered a post-accumulate-grad hook (optimizer in backward)."""
         return bool(getattr(self.parameter, "_post_accumulate_grad_hooks", None))
+
+    def on_arrival(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Call back whenever FSDP2 has added a reduced gradient to `.grad`; returns the undoing."""
+        parameter: Any = self.parameter  # torch gives the method no types
+        hook = parameter.register_post_accumulate_grad_hook(lambda _: call())
+        remove: Callable[[], None] = hook.remove
+        return remove
 
     def has_unreduced_gradient(self) -> bool:
         """Whether a backward left a gradient that FSDP2 has not reduced (its sync was off)."""
@@ -103,14 +100,15 @@ class Unit:
 
     @property
     def mesh_info(self) -> MeshInfo:
-        """torch's description of the group's mesh, as it stands now."""
-        info: MeshInfo = self.group.mesh_info
+        """Torch's description of the group's mesh, the original one also while it is exchanged."""
+        info: MeshInfo = original_of(self.group.mesh_info)
         return info
 
     @property
     def mesh(self) -> DeviceMesh:
         """The data-parallel mesh that FSDP2 uses: (replicate, shard), (shard,) or (replicate,)."""
-        return self.group.mesh_info.mesh
+        mesh: DeviceMesh = self.mesh_info.mesh
+        return mesh
 
     @property
     def device(self) -> torch.device:
@@ -126,19 +124,24 @@ class Unit:
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
         """The partition group, or None where nothing is sharded (`replicate()`)."""
-        info = self.group.mesh_info
+        info = self.mesh_info
         return info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
 
     @property
     def replicate_group(self) -> dist.ProcessGroup | None:
-        """The replication group, or None where there is none, or while it is exchanged away."""
-        info = self.group.mesh_info
+        """The replication group, or None where there is none."""
+        info = self.mesh_info
         return info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks of the replication group."""
+        return 1 if self.replicate_group is None else self.replicate_group.size()
 
     @property
     def mesh_axes(self) -> tuple[int | None, int | None]:
         """Positions of the replicate and the shard axis in `mesh`."""
-        info = self.group.mesh_info
+        info = self.mesh_info
         return info.replicate_mesh_dim, info.shard_mesh_dim
 
     @property
@@ -159,7 +162,7 @@ class Unit:
 
     @property
     def divide_factor(self) -> float | None:
-        """The factor of set_gradient_divide_factor; None means the mean over data parallel ranks."""
+        """The factor of set_gradient_divide_factor; None is the mean over data-parallel ranks."""
         factor: float | None = self.group.gradient_divide_factor
         return factor
 
@@ -170,7 +173,7 @@ class Unit:
 
     @property
     def has_pending_partial_sum(self) -> bool:
-        """Whether FSDP2's own deferral (set_requires_all_reduce) holds a sum not yet all-reduced."""
+        """Whether FSDP2's own deferral (set_requires_all_reduce) holds a sum for later."""
         return self.group._partial_reduce_output is not None
 
     @property
@@ -192,7 +195,7 @@ class Unit:
 
     @property
     def has_default_collectives(self) -> bool:
-        """Whether both collectives are torch's plain ones, so that exchanging them loses nothing."""
+        """Whether both collectives are torch's plain ones: exchanging them loses nothing."""
         return (
             type(self.all_gather) is DefaultAllGather
             and type(self.reduce_scatter) is DefaultReduceScatter
@@ -220,7 +223,7 @@ def units_of(model: nn.Module | Iterable[nn.Module]) -> list[Unit]:
                 continue
             state = module._get_fsdp_state()
             outermost = not any(name.startswith(prefix) for prefix in outer)
-            for group in _groups(state):
+            for group in groups_of(state):
                 if id(group) in units:  # fully_shard([norm, head]): one group, two modules
                     units[id(group)].name += f", {name}"
                 else:
@@ -237,7 +240,13 @@ def units_of(model: nn.Module | Iterable[nn.Module]) -> list[Unit]:
     return list(units.values())
 
 
-def _groups(state: Any) -> list[Any]:
+def original_of(info: Any) -> Any:
+    """The mesh_info that was exchanged for `info`, or `info` itself."""
+    return getattr(info, ORIGINAL, info)
+
+
+def groups_of(state: Any) -> list[Any]:
+    """The FSDPParamGroups of an FSDPState."""
     if hasattr(state, "_fsdp_param_groups"):  # torch >= 2.13: several with per-parameter meshes
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -248,121 +257,3 @@ def _parameter_name(fsdp_param: Any, names: dict[int, str]) -> str:
         if id(parameter) in names:
             return names[id(parameter)]
     return fsdp_param._param_fqn or "(unregistered parameter)"
-
-
-@contextmanager
-def first_hop_only(units: Sequence[Unit]) -> Iterator[None]:
-    """Within, FSDP2 reduces gradients inside the partition group and knows no replicas.
-
-    Each group's mesh_info is exchanged for one of the same mesh without the replicate axis;
-    placements stay. On leaving ours becomes the original again, and what was written meanwhile
-    (lazy init, set_reshard_after_forward, set_separate_reduce_scatter_group) stays.
-    """
-    narrowed: dict[int, tuple[MeshInfo, MeshInfo]] = {}  # id(original) -> original, ours
-    for unit in units:
-        original = unit.group.mesh_info
-        if not isinstance(original, DDPMeshInfo):
-            continue
-        if id(original) not in narrowed:
-            narrowed[id(original)] = original, _without_replicas(original)
-        ours = narrowed[id(original)][1]
-        if unit.group.post_forward_mesh_info == original:
-            unit.group.post_forward_mesh_info = ours
-        unit.group.mesh_info = ours
-    originals = {id(ours): original for original, ours in narrowed.values()}
-    try:
-        yield
-    finally:
-        for original, ours in narrowed.values():
-            _copy_reduce_scatter_group(ours, original)
-        for unit in units:
-            if unit.group.post_forward_mesh_info is unit.group.mesh_info:
-                unit.group.post_forward_mesh_info = originals.get(
-                    id(unit.group.mesh_info), unit.group.mesh_info
-                )
-            unit.group.mesh_info = originals.get(id(unit.group.mesh_info), unit.group.mesh_info)
-
-
-def _without_replicas(original: MeshInfo) -> MeshInfo:
-    spmd = {
-        name: getattr(original, name)
-        for name in ("dp_mesh_dims", "spmd_mesh")
-        if hasattr(original, name)  # torch >= 2.13
-    }
-    if not isinstance(original, HSDPMeshInfo):  # replicate(): nothing is sharded, nothing is sent
-        return DataParallelMeshInfo(
-            original.mesh, replicate_mesh_dim=original.replicate_mesh_dim, **spmd
-        )
-    ours = FSDPMeshInfo(original.mesh, shard_mesh_dim=original.shard_mesh_dim, **spmd)
-    _copy_reduce_scatter_group(original, ours)
-    return ours
-
-
-def _copy_reduce_scatter_group(source: MeshInfo, target: MeshInfo) -> None:
-    if hasattr(source, "reduce_scatter_process_group"):  # torch >= 2.13
-        target.reduce_scatter_process_group = source.reduce_scatter_process_group  # type: ignore[attr-defined]
-
-
-def reset_after_exception(units: Sequence[Unit]) -> None:
-    """Bring every FSDP root of `units` back to where a forward may start; drop what is unreduced."""
-    roots = {id(unit.state._state_ctx): unit.state._state_ctx for unit in units}
-    for context in roots.values():
-        for state in context.all_states:
-            if state._is_root and hasattr(state, "_reset_iter_state"):  # torch >= 2.13
-                state._reset_iter_state()
-            elif state._is_root:
-                _reset_iter_state_2_11(state)
-    for unit in units:
-        for param in unit.params:
-            param.drop_unreduced_gradient()
-
-
-def coalescing(group: dist.ProcessGroup, *, async_op: bool) -> Any:
-    """torch's coalescing manager: the collectives inside go out in one launch."""
-    return dist.distributed_c10d._coalescing_manager(group, async_ops=async_op)
-
-
-def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta | None:
-    """The timeout of a group (default: the world); new_group() would take the backend's instead."""
-    world = group or dist.distributed_c10d._get_default_group()
-    options = getattr(world._get_backend(torch.device(device_type)), "options", None)
-    timeout: timedelta | None = getattr(options, "_timeout", None)
-    return timeout
-
-
-def scale_(tensors: list[torch.Tensor], factor: torch.Tensor, *, foreach: bool | None) -> None:
-    """Multiply each tensor by a scalar tensor, in place."""
-    if foreach is not False and tensors:
-        torch._foreach_mul_(tensors, factor)
-        return
-    for tensor in tensors:
-        tensor.mul_(factor)
-
-
-def _reset_iter_state_2_11(root: Any) -> None:
-    """What reset_iter_state() of torch 2.13 does, for a release that lacks it."""
-    stream = root._device_handle.current_stream()
-    for name in ("all_gather_state", "reduce_scatter_state"):
-        held = getattr(root._comm_ctx, name)
-        if held is not None and held.event is not None:
-            stream.wait_event(held.event)
-        setattr(root._comm_ctx, name, None)
-    root._comm_ctx.post_forward_order.clear()
-    for state in root._state_ctx.all_states:
-        state._modules_to_run_forward.clear()
-        state._training_state = TrainingState.IDLE
-        for group in _groups(state):
-            if (result := group._all_gather_result) is not None:
-                if result.all_gather_event is not None:
-                    stream.wait_event(result.all_gather_event)
-                if isinstance(result.all_gather_work, dist.Work):
-                    result.all_gather_work.wait()
-                group._all_gather_result = None
-            group._wait_for_post_backward()
-            group._reshard_after_forward_event = None
-            group._partial_reduce_output = None
-            group._post_forward_indices.clear()
-            group._training_state = TrainingState.IDLE
-            group._to_sharded()
-    root._state_ctx.iter_forward_root = None
-    root._state_ctx.post_backward_final_callback_queued = False

@@ -1,0 +1,26 @@
+"""Every private torch name that this library leans on: the single door.
+
+Checked on torch 2.11.0, 2.13.0 and 2.14.1; `tests/ranks/test_upstream.py` holds a canary for each
+name. The rest of the library sees a `Unit`: one FSDP2 parameter group, the parameters that are
+gathered and reduced in one message.
+"""
+
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from mics_dtensor.upstream.comm import coalescing, scale_, timeout_of
+from mics_dtensor.upstream.exchange import first_hop_only, reset_after_exception
+from mics_dtensor.upstream.units import ShardedParameter, Unit, local_of, units_of
+
+__all__ = [
+    "AllGather",
+    "ReduceScatter",
+    "ShardedParameter",
+    "Unit",
+    "coalescing",
+    "first_hop_only",
+    "local_of",
+    "reset_after_exception",
+    "scale_",
+    "timeout_of",
+    "units_of",
+]

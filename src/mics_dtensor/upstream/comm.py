@@ -1,0 +1,31 @@
+"""Private names of torch's communication."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def coalescing(group: dist.ProcessGroup, *, async_op: bool) -> Any:
+    """Torch's coalescing manager: the collectives inside go out in one launch."""
+    return dist.distributed_c10d._coalescing_manager(group, async_ops=async_op)
+
+
+def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta | None:
+    """The timeout of a group (default: the world); new_group() would take the backend's instead."""
+    world = group or dist.distributed_c10d._get_default_group()
+    options = getattr(world._get_backend(torch.device(device_type)), "options", None)
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
+
+
+def scale_(tensors: list[torch.Tensor], factor: torch.Tensor, *, foreach: bool | None) -> None:
+    """Multiply each tensor by a scalar tensor, in place."""
+    if foreach is not False and tensors:
+        torch._foreach_mul_(tensors, factor)
+        return
+    for tensor in tensors:
+        tensor.mul_(factor)

@@ -1,0 +1,114 @@
+"""What gradient_accumulation asks of FSDP2's insides: the exchange of meshes, and the reset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DataParallelMeshInfo,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    TrainingState,
+)
+
+from mics_dtensor.upstream.units import ORIGINAL, MeshInfo, Unit, groups_of, original_of
+
+
+@contextmanager
+def first_hop_only(units: Sequence[Unit]) -> Iterator[None]:
+    """Within, FSDP2 reduces gradients inside the partition group and knows no replicas.
+
+    Each group's mesh_info is exchanged for one of the same mesh without the replicate axis;
+    placements stay. On leaving ours becomes the original again, and what was written meanwhile
+    (lazy init, set_reshard_after_forward, set_separate_reduce_scatter_group) stays.
+    """
+    narrowed: dict[int, MeshInfo] = {}  # id(original) -> ours
+    for unit in units:
+        original = unit.group.mesh_info
+        if not isinstance(original, DDPMeshInfo):
+            continue
+        if id(original) not in narrowed:
+            narrowed[id(original)] = _without_replicas(original)
+        ours = narrowed[id(original)]
+        if unit.group.post_forward_mesh_info == original:
+            unit.group.post_forward_mesh_info = ours
+        unit.group.mesh_info = ours
+    try:
+        yield
+    finally:
+        for ours in narrowed.values():
+            _copy_reduce_scatter_group(ours, getattr(ours, ORIGINAL))
+        for unit in units:
+            group = unit.group
+            group.post_forward_mesh_info = original_of(group.post_forward_mesh_info)
+            group.mesh_info = original_of(group.mesh_info)
+
+
+def _without_replicas(original: MeshInfo) -> MeshInfo:
+    spmd = {
+        name: getattr(original, name)
+        for name in ("dp_mesh_dims", "spmd_mesh")
+        if hasattr(original, name)  # torch >= 2.13
+    }
+    ours: MeshInfo
+    if isinstance(original, HSDPMeshInfo):
+        ours = FSDPMeshInfo(original.mesh, shard_mesh_dim=original.shard_mesh_dim, **spmd)
+        _copy_reduce_scatter_group(original, ours)
+    else:  # replicate(): nothing is sharded, and in a micro-step nothing is sent
+        ours = DataParallelMeshInfo(
+            original.mesh, replicate_mesh_dim=original.replicate_mesh_dim, **spmd
+        )
+    setattr(ours, ORIGINAL, original)
+    return ours
+
+
+def _copy_reduce_scatter_group(source: MeshInfo, target: MeshInfo) -> None:
+    if hasattr(source, "reduce_scatter_process_group"):  # torch >= 2.13
+        target.reduce_scatter_process_group = source.reduce_scatter_process_group  # type: ignore[attr-defined]
+
+
+def reset_after_exception(units: Sequence[Unit]) -> None:
+    """Bring the FSDP roots of `units` to where a forward may start; drop what is unreduced."""
+    roots = {id(unit.state._state_ctx): unit.state._state_ctx for unit in units}
+    for context in roots.values():
+        for state in context.all_states:
+            if state._is_root and hasattr(state, "_reset_iter_state"):  # torch >= 2.13
+                state._reset_iter_state()
+            elif state._is_root:
+                _reset_iter_state_2_11(state)
+    for unit in units:
+        for param in unit.params:
+            param.drop_unreduced_gradient()
+
+
+def _reset_iter_state_2_11(root: Any) -> None:
+    """What reset_iter_state() of torch 2.13 does, for a release that lacks it."""
+    stream = root._device_handle.current_stream()
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        held = getattr(root._comm_ctx, name)
+        if held is not None and held.event is not None:
+            stream.wait_event(held.event)
+        setattr(root._comm_ctx, name, None)
+    root._comm_ctx.post_forward_order.clear()
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+        for group in groups_of(state):
+            if (result := group._all_gather_result) is not None:
+                if result.all_gather_event is not None:
+                    stream.wait_event(result.all_gather_event)
+                if isinstance(result.all_gather_work, dist.Work):
+                    result.all_gather_work.wait()
+                group._all_gather_result = None
+            group._wait_for_post_backward()
+            group._reshard_after_forward_event = None
+            group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
