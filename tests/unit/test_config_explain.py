@@ -42,6 +42,18 @@ def test_json_holds_every_key_and_the_stages(capsys: pytest.CaptureFixture[str])
     assert hop == 2 * plan["num_parameters"] * 4
 
 
+def test_a_chunked_loss_gathers_the_head_again(capsys: pytest.CaptureFixture[str]) -> None:
+    def gathers(*arguments: str) -> int:
+        said = json.loads(explained(capsys, DEBUG, "--world-size=4", "--json", *arguments))
+        stages = said["plan"]["stages"]
+        return sum(
+            s["calls"] for s in stages if (s["unit"], s["name"]) == ("norm, lm_head", "gather")
+        )
+
+    assert gathers() == 2 * 4
+    assert gathers("--loss.num_chunks=1") == 4
+
+
 def test_ranks_per_node_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(Path(DEBUG).with_name("llama3_8b_2x8.toml"))
     said = json.loads(explained(capsys, config, "--world-size=16", "--json"))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.train.config import RunConfig
+from mics_dtensor.train.degrees import num_loss_chunks
 from mics_dtensor.train.key import replace_at, value_at
 from mics_dtensor.train.load import Run
 from mics_dtensor.train.rows import rows
@@ -180,10 +181,7 @@ def _loss(config: RunConfig) -> Any:
     from mics_dtensor.train.model import vocab_size
 
     whole = CrossEntropyLoss.Config(global_vocab_size=vocab_size(config))
-    degrees = config.parallelism
-    part = config.training.seq_len
-    part //= degrees.context_parallel_degree * degrees.tensor_parallel_degree
-    chunks = config.loss.num_chunks or (8 if part % 8 == 0 else 1)
+    chunks = num_loss_chunks(config)
     return whole if chunks == 1 else ChunkedLossWrapper.Config(num_chunks=chunks, loss_fn=whole)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.layout import Layout, divisors
 from mics_dtensor.topology import Topology
+from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.key import replace_at, value_at
 from mics_dtensor.train.load import Run
 
@@ -76,6 +77,14 @@ def num_micro_steps(run: Run) -> int:
             f"{replicate * shard} = {at_once}; write such a multiple, or -1 for one micro-step"
         )
     return training.global_batch_size // at_once
+
+
+def num_loss_chunks(config: RunConfig) -> int:
+    """Slices in which the loss is computed: as written, else torchtitan's 8 where that can be."""
+    degrees = config.parallelism
+    part = config.training.seq_len
+    part //= degrees.context_parallel_degree * degrees.tensor_parallel_degree
+    return config.loss.num_chunks or (8 if part % 8 == 0 else 1)
 
 
 def _degrees(run: Run) -> tuple[int, int]:
