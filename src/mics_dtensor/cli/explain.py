@@ -8,19 +8,21 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from mics_dtensor.errors import ConfigError, PlanError
+from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import Layout
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
 from mics_dtensor.plan.table import render
 from mics_dtensor.plan.traffic import Options, Traffic, over_all_ranks, step_traffic
 from mics_dtensor.train.config import RunConfig, config_keys
-from mics_dtensor.train.degrees import num_micro_steps, resolve
+from mics_dtensor.train.degrees import num_loss_chunks, num_micro_steps, resolve
 from mics_dtensor.train.key import value_at
 from mics_dtensor.train.load import Run, load
 from mics_dtensor.train.values import shown
 
-SUMMARY = "  explain FILE   the resolved configuration, where each value came from, and the messages"
+SUMMARY = (
+    "  explain FILE   the resolved configuration, where each value came from, and the messages"
+)
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 
@@ -83,6 +85,7 @@ def plan_of(config: RunConfig, layout: Layout, micro_steps: int, *, backend: Any
         gather_itemsize=ITEMSIZE[config.training.mixed_precision_param],
         reduce_itemsize=ITEMSIZE[config.training.mixed_precision_reduce],
         reshard_after_forward=parallelism.fsdp_reshard_after_forward,
+        chunked_loss=num_loss_chunks(config) > 1,
     )
     units = traffic_units(model, layout, policy)
     options = Options(

@@ -1,4 +1,4 @@
-"""Activation checkpointing of every n-th transformer block: torchtitan 0.2's selective_ac_option."""
+"""Activation checkpointing of every n-th block: a number in selective_ac_option."""
 
 from __future__ import annotations
 

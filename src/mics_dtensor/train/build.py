@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.train.config import RunConfig
+from mics_dtensor.train.degrees import num_loss_chunks
 from mics_dtensor.train.key import replace_at, value_at
 from mics_dtensor.train.load import Run
 from mics_dtensor.train.rows import rows
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 SPMD_TYPES_SINCE = (2, 14)
 """The first torch that torchtitan's spmd_types and full_dtensor work with."""
 
+
 def trainer_config(run: Run, *, device_type: Literal["cpu", "cuda"]) -> Trainer.Config:
     """The Trainer.Config of a resolved run, from `model_registry`, never from `config_registry`.
 
@@ -33,6 +35,7 @@ def trainer_config(run: Run, *, device_type: Literal["cpu", "cuda"]) -> Trainer.
     from torchtitan.trainer import Trainer
 
     from mics_dtensor.train import data
+    from mics_dtensor.train.model import use_attention_of_cpu
 
     config = run.config
     values: dict[str, Any] = {"tokenizer": data.tokenizer_config(config)}
@@ -40,9 +43,11 @@ def trainer_config(run: Run, *, device_type: Literal["cpu", "cuda"]) -> Trainer.
         if row.to is None or row.to in values:
             continue
         if row.by is not None:
-            values[row.to] = CONVERSIONS[row.by](config, device_type)
+            values[row.to] = CONVERSIONS[row.by](config)
         elif not row.is_off(config):
             values[row.to] = unfrozen(value_at(config, row.key))
+    if device_type == "cpu":
+        use_attention_of_cpu(values["model_spec"])
     try:
         tables = {
             name: made(**_below(values, name)) for name, made in _tables_of_torchtitan().items()
@@ -94,18 +99,18 @@ def _tables_of_torchtitan() -> dict[str, Callable[..., Any]]:
     }
 
 
-def _model_spec(config: RunConfig, device_type: str) -> Any:
+def _model_spec(config: RunConfig) -> Any:
     from mics_dtensor.train.model import model_spec
 
-    return model_spec(config, device_type=device_type)
+    return model_spec(config)
 
 
-def _hf_assets_path(config: RunConfig, device_type: str) -> str:
+def _hf_assets_path(config: RunConfig) -> str:
     """As 0.2.2, which let the older name win where both are written."""
     return config.model.tokenizer_path or config.model.hf_assets_path
 
 
-def _optimizer(config: RunConfig, device_type: str) -> Any:
+def _optimizer(config: RunConfig) -> Any:
     """One group for all parameters, after the groups that the file names."""
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
@@ -135,7 +140,7 @@ def _optimizer(config: RunConfig, device_type: str) -> Any:
     return OptimizersContainer.Config(param_groups=groups, implementation=written.implementation)
 
 
-def _activation_checkpoint(config: RunConfig, device_type: str) -> Any:
+def _activation_checkpoint(config: RunConfig) -> Any:
     from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 
     from mics_dtensor.train.block_checkpointing import EveryNthBlockAC
@@ -162,28 +167,25 @@ def _activation_checkpoint(config: RunConfig, device_type: str) -> Any:
         return SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=shapes, **common)
     if not option.isdigit():
         raise ConfigError(
-            f"activation_checkpoint.selective_ac_option = {shown(option)}; write \"op\", or a "
+            f'activation_checkpoint.selective_ac_option = {shown(option)}; write "op", or a '
             'number such as "2" for every second block'
         )
     # 0.2.2 took 0 for "every block".
     return EveryNthBlockAC.Config(every=max(1, int(option)), **common)
 
 
-def _loss(config: RunConfig, device_type: str) -> Any:
+def _loss(config: RunConfig) -> Any:
     """Cross-entropy, its logits made slice by slice where the sequence can be cut."""
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 
     from mics_dtensor.train.model import vocab_size
 
     whole = CrossEntropyLoss.Config(global_vocab_size=vocab_size(config))
-    degrees = config.parallelism
-    part = config.training.seq_len
-    part //= degrees.context_parallel_degree * degrees.tensor_parallel_degree
-    chunks = config.loss.num_chunks or (8 if part % 8 == 0 else 1)
+    chunks = num_loss_chunks(config)
     return whole if chunks == 1 else ChunkedLossWrapper.Config(num_chunks=chunks, loss_fn=whole)
 
 
-def _dataloader(config: RunConfig, device_type: str) -> Any:
+def _dataloader(config: RunConfig) -> Any:
     from mics_dtensor.train import data
 
     loader = config.training.dataloader
@@ -196,7 +198,7 @@ def _dataloader(config: RunConfig, device_type: str) -> Any:
     )
 
 
-def _validator(config: RunConfig, device_type: str) -> Any:
+def _validator(config: RunConfig) -> Any:
     from mics_dtensor.train.validation import OwnSizeValidator
 
     written = config.validation
@@ -208,26 +210,26 @@ def _validator(config: RunConfig, device_type: str) -> Any:
         enable=written.enable,
         freq=written.freq,
         steps=written.steps,
-        dataloader=_dataloader(config, device_type),
-        local_batch_size=written.local_batch_size,
-        seq_len=written.seq_len,
+        dataloader=_dataloader(config),
+        own_local_batch_size=written.local_batch_size,
+        own_seq_len=written.seq_len,
     )
 
 
-def _initial_load_path(config: RunConfig, device_type: str) -> str | None:
+def _initial_load_path(config: RunConfig) -> str | None:
     """Absolute, as 0.3.0 wants it; what has a scheme (s3://) is left alone."""
     path = config.checkpoint.initial_load_path
     return path if not path or "://" in path else str(Path(path).absolute())
 
 
-def _module_fqns(config: RunConfig, device_type: str) -> list[list[str]] | None:
+def _module_fqns(config: RunConfig) -> list[list[str]] | None:
     stages = config.parallelism.module_fqns_per_model_part
     if stages is None:
         return None
     return [["lm_head" if name == "output" else name for name in stage] for stage in stages]
 
 
-def _spmd_backend(config: RunConfig, device_type: str) -> str:
+def _spmd_backend(config: RunConfig) -> str:
     """What the file says; else torchtitan's own default where the installed torch can do it."""
     import torch
 
@@ -243,7 +245,7 @@ def _spmd_backend(config: RunConfig, device_type: str) -> str:
     )
 
 
-CONVERSIONS: Mapping[str, Callable[[RunConfig, str], Any]] = {
+CONVERSIONS: Mapping[str, Callable[[RunConfig], Any]] = {
     "model_spec": _model_spec,
     "hf_assets_path": _hf_assets_path,
     "optimizer": _optimizer,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.layout import Layout, divisors
 from mics_dtensor.topology import Topology
+from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.key import replace_at, value_at
 from mics_dtensor.train.load import Run
 
@@ -51,7 +52,7 @@ def resolve(
         run = _fill_from_world(run, ranks)
     else:
         run = _fill_from_partition_size(run, ranks, topology)
-    replicate, shard = _degrees(run)
+    _, shard = _degrees(run)
     layout = Layout(topology=topology, partition_size=shard * cp, tensor_parallel_size=tp)
     if (shard * cp * tp) % ep:
         raise ConfigError(
@@ -78,14 +79,20 @@ def num_micro_steps(run: Run) -> int:
     return training.global_batch_size // at_once
 
 
+def num_loss_chunks(config: RunConfig) -> int:
+    """Slices in which the loss is computed: as written, else torchtitan's 8 where that can be."""
+    degrees = config.parallelism
+    part = config.training.seq_len
+    part //= degrees.context_parallel_degree * degrees.tensor_parallel_degree
+    return config.loss.num_chunks or (8 if part % 8 == 0 else 1)
+
+
 def _degrees(run: Run) -> tuple[int, int]:
     parallelism = run.config.parallelism
     return parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
 
 
-def _ranks_per_node(
-    run: Run, *, local_world_size: int | None, hosts: Sequence[str] | None
-) -> int:
+def _ranks_per_node(run: Run, *, local_world_size: int | None, hosts: Sequence[str] | None) -> int:
     said = run.config.mics.ranks_per_node
     if said is not None:
         return said

@@ -20,8 +20,13 @@ from mics_dtensor.train.names import check_known
 from mics_dtensor.train.rows import lost_models, renamed_flavors, rows
 from mics_dtensor.train.values import converted, shown
 
-CONVERTERS = {"float8": "quantize.linear.float8", "mx": "quantize.linear.mx"}
-"""Short names that files of torchtitan 0.2 write for [model] converters."""
+CONVERTERS = (
+    "quantize.linear.float8",
+    "quantize.linear.mx",
+    "quantize.grouped_mm.float8",
+    "quantize.grouped_mm.mx",
+)
+"""What [model] converters may hold; files also write "float8" and "mx" for the first two."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,9 @@ def load(argv: Sequence[str]) -> Run:
             value = converted(config_keys()[name], value, source)
             config = replace_at(config, name, value)
             origin[name] = source
-    short = tuple(CONVERTERS.get(name, name) for name in config.model.converters)
-    config = replace_at(config, "model.converters", short)
+    short = {"float8": CONVERTERS[0], "mx": CONVERTERS[1]}
+    converters = tuple(short.get(name, name) for name in config.model.converters)
+    config = replace_at(config, "model.converters", converters)
     _refuse_what_cannot_be(config, origin)
     return Run(config=config, origin=origin, inert=_inert(config, origin), path=path)
 
@@ -93,11 +99,10 @@ def _refuse_what_cannot_be(config: RunConfig, origin: Mapping[str, str]) -> None
             f'[model] flavor = "{config.model.flavor}" has another name in torchtitan 0.3: '
             f"write {write} in [model]"
         )
-    known = ("quantize.linear.float8", "quantize.linear.mx")
-    known += ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
-    if unknown := [name for name in config.model.converters if name not in known]:
+    if unknown := [name for name in config.model.converters if name not in CONVERTERS]:
         raise ConfigError(
-            f"[model] converters holds {', '.join(map(repr, unknown))}; choose from {list(known)}"
+            f"[model] converters holds {', '.join(map(repr, unknown))}; choose from "
+            f"{list(CONVERTERS)}"
         )
     refused = [row for row in rows().values() if row.is_refused(config)]
     # What was written is told before what would have followed from a default.

@@ -7,6 +7,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,22 +16,20 @@ from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.values import shown
 
 LANGUAGE_MODELS = ("llama3", "qwen3", "deepseek_v3", "gpt_oss")
-"""torchtitan 0.3.0's models that its text trainer trains; a dotted name is a module of one's own."""
+"""torchtitan 0.3.0's models of text; a dotted name is a module of one's own."""
 
 QKV = ("wq", "wk", "wv")
 """Three products in 0.2.2, one in 0.3.0's models with grouped queries."""
 
 
-def model_spec(config: RunConfig, *, device_type: str) -> Any:
+def model_spec(config: RunConfig) -> Any:
     """The model's configuration and what parallelizes it. Raises ConfigError."""
     module = _module(config.model.name)
     spec = _from_registry(module, config)
     if converters := _converters(config, spec):
         spec = _from_registry(module, config, converters=converters)
     if config.model.n_layers is not None:
-        _set_num_layers(spec, module, config.model.n_layers)
-    if device_type == "cpu":
-        _use_attention_of_cpu(spec)
+        set_num_layers(spec, config.model.n_layers)
     return spec
 
 
@@ -153,25 +152,29 @@ def _filter_fqns(written: tuple[str, ...], spec: Any) -> list[str]:
     return [*names, "attention.qkv_linear"] if parts else names
 
 
-def _set_num_layers(spec: Any, module: ModuleType, num_layers: int) -> None:
+def set_num_layers(spec: Any, num_layers: int) -> None:
     """As many blocks as asked for, in place; those beyond the flavor's are like its last one."""
     if spec.name != "llama3":
         raise ConfigError(
             f"[model] n_layers = {num_layers}: only llama3 takes it; choose a flavor of {spec.name}"
         )
+    from torch import nn
+    from torchtitan.models.common.param_init import depth_scaled_std
+
     layers = spec.model.layers
     del layers[num_layers:]
     for layer_id in range(len(layers), num_layers):
         block = copy.deepcopy(layers[-1])
-        # Weights that write into the residual stream start smaller the deeper they lie.
-        init = module._depth_init(layer_id)
+        # As torchtitan's own blocks: these start smaller the deeper they lie.
+        std = depth_scaled_std(0.02, layer_id)
+        init = {"weight": partial(nn.init.trunc_normal_, std=std), "bias": nn.init.zeros_}
         block.attention.wo.param_init = init
         block.feed_forward.w2.param_init = block.feed_forward.w3.param_init = init
         layers.append(block)
 
 
-def _use_attention_of_cpu(spec: Any) -> None:
-    """Replace attention whose kernels have no backward on CPU by SDPA, in place."""
+def use_attention_of_cpu(spec: Any) -> None:
+    """Replaces attention whose kernels have no backward on CPU by SDPA, in place; or refuses."""
     from torchtitan.models.common.attention import (
         FlexAttention,
         ScaledDotProductAttention,

@@ -13,11 +13,15 @@ class OwnSizeValidator(Validator):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
-        """Sequences of a rank at a time, and tokens of a sequence."""
+        """Sequences of a rank at a time, and tokens of a sequence.
 
-        local_batch_size: int
-        seq_len: int
+        Not `local_batch_size` and `seq_len`: torchtitan hands the training's to `build` by those
+        names, and refuses a name that is a field too.
+        """
+
+        own_local_batch_size: int
+        own_seq_len: int
 
     def __init__(self, config: Config, **built: Any) -> None:
-        built |= {"local_batch_size": config.local_batch_size, "seq_len": config.seq_len}
+        built |= {"local_batch_size": config.own_local_batch_size, "seq_len": config.own_seq_len}
         super().__init__(config, **built)

@@ -27,9 +27,7 @@ def parsed(key: Key, word: str) -> Any:
         fits, value = _parse(kind, word)
         if fits:
             return value
-    raise ConfigError(
-        f"--{key.name} {word} on the command line; it takes {described(key.type)}"
-    )
+    raise ConfigError(f"--{key.name} {word} on the command line; it takes {described(key.type)}")
 
 
 def shown(value: Any) -> str:

@@ -22,10 +22,12 @@ class Policy:
     gather_itemsize: int = 2
     reduce_itemsize: int = 4
     reshard_after_forward: str = "default"
+    chunked_loss: bool = True
+    """torchtitan's ChunkedLossWrapper frees the unit of lm_head before its backward is over."""
 
 
 def traffic_units(preset: Preset, layout: Layout, policy: Policy) -> tuple[Unit, ...]:
-    """The FSDP units of a preset on a layout. Raises PlanError where tensor parallel cuts experts."""
+    """The FSDP units of a preset on a layout; PlanError where tensor parallel cuts experts."""
     return tuple(
         Unit(
             name=unit.name,
@@ -43,10 +45,11 @@ def traffic_units(preset: Preset, layout: Layout, policy: Policy) -> tuple[Unit,
 
 
 def _gathers(unit: UnitShapes, policy: Policy) -> int:
-    """The last unit is used again at once, so that torchtitan leaves it gathered by default."""
-    if policy.reshard_after_forward == "default":
-        return 1 if "lm_head" in unit.name else 2
-    return 2 if policy.reshard_after_forward == "always" else 1
+    """The last unit is used again at once: by default torchtitan leaves it gathered."""
+    has_head = "lm_head" in unit.name
+    reshards = policy.reshard_after_forward == "always"
+    reshards |= policy.reshard_after_forward == "default" and not has_head
+    return 1 + reshards + (has_head and policy.chunked_loss)
 
 
 def _shapes(unit: UnitShapes, layout: Layout) -> Iterator[tuple[int, ...]]:
