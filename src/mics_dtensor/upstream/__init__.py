@@ -7,7 +7,7 @@ gathered and reduced in one message.
 
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from mics_dtensor.upstream.comm import coalescing, scale_, set_timeout, timeout_of
+from mics_dtensor.upstream.comm import coalescing, norms_of, scale_, set_timeout, timeout_of
 from mics_dtensor.upstream.exchange import first_hop_only, reset_after_exception
 from mics_dtensor.upstream.units import ShardedParameter, Unit, local_of, units_of
 
@@ -19,6 +19,7 @@ __all__ = [
     "coalescing",
     "first_hop_only",
     "local_of",
+    "norms_of",
     "reset_after_exception",
     "scale_",
     "set_timeout",

@@ -37,3 +37,20 @@ def scale_(tensors: list[torch.Tensor], factor: torch.Tensor, *, foreach: bool |
         return
     for tensor in tensors:
         tensor.mul_(factor)
+
+
+def norms_of(
+    tensors: list[torch.Tensor], norm_type: float, *, foreach: bool | None
+) -> list[torch.Tensor]:
+    """The norm of each tensor, in fp32 at least, in some order."""
+    norms: list[torch.Tensor] = []
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for (_, dtype), its in alike.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        if foreach is not False:
+            norms += torch._foreach_norm(its, norm_type, dtype=wide)
+        else:
+            norms += [torch.linalg.vector_norm(tensor, norm_type, dtype=wide) for tensor in its]
+    return norms
