@@ -145,8 +145,6 @@ class Boundary:
         for unit in self.gradients:
             key = (ranks_of(unit.shard_group), ranks_of(unit.replicate_group))
             meshes.setdefault(key, []).append(unit)
-        if not any(unit.num_replicas > 1 for unit in self.units):
-            meshes = {}  # nothing will be sent; a problem of this rank is raised all the same
         of_mesh = [[g for unit in its for g in self.gradients[unit]] for its in meshes.values()]
         asked = [[(flags, g) for flags in told for g in gs if g in flags] for gs in of_mesh]
         ballots = [
