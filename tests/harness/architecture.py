@@ -13,6 +13,7 @@ ORDER = (
     ("topology",),
     ("layout",),
     ("plan", "mesh", "stage", "gradient", "agreement"),
+    ("bucket",),
     ("collectives", "boundary", "audit"),
     ("accumulate", "apply", "replicas"),
     ("clip", "explanation", "sharded_states"),
