@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,47 @@ SUMMARY = (
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 
 
+GPUS_OF_A_SERVER = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """The ranks that are explained, and what had to be assumed about them."""
+
+    size: int
+    ranks_per_node: int
+    assumptions: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: RunConfig, size: int | None, ranks_per_node: int | None) -> World:
+        """As given; else the smallest world that the file can mean, with two replicas to meet."""
+        assumed = []
+        node = ranks_per_node or config.mics.ranks_per_node
+        if node is None:
+            node = min(GPUS_OF_A_SERVER, size or GPUS_OF_A_SERVER)
+            assumed.append(f"assumed: {node} ranks on a node (--ranks-per-node)")
+        if size is None:
+            size = _smallest_world(config, node)
+            assumed.append(f"assumed: {size} ranks in all (--world-size)")
+        return cls(size, node, tuple(assumed))
+
+
+def _smallest_world(config: RunConfig, ranks_per_node: int) -> int:
+    degrees = config.parallelism
+    model = degrees.tensor_parallel_degree * degrees.pipeline_parallel_degree
+    shards = config.mics.partition_size
+    if isinstance(shards, int):
+        copy = shards * model
+    elif degrees.data_parallel_shard_degree > 0:
+        copy = degrees.data_parallel_shard_degree * degrees.context_parallel_degree * model
+    else:
+        copy = max(2 * ranks_per_node, degrees.context_parallel_degree * model)  # over two nodes
+    replicas = degrees.data_parallel_replicate_degree
+    if replicas < 1 or (replicas == 1 and shards is not None):
+        replicas = 2
+    return math.lcm(copy * replicas, ranks_per_node)
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The messages of a run: its layout, and the traffic beside that of plain FSDP."""
@@ -47,28 +89,24 @@ def run(argv: Sequence[str]) -> str:
         allow_abbrev=False,
     )
     parser.add_argument("file", help="TOML file of a run")
-    parser.add_argument("--world-size", type=int, help="ranks in all (not given: no messages)")
+    parser.add_argument("--world-size", type=int, help="ranks in all (not given: see the output)")
     parser.add_argument("--ranks-per-node", type=int, help="as [mics] ranks_per_node")
     parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl")
     parser.add_argument("--all", action="store_true", help="the defaults too")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     options, overrides = parser.parse_known_args(list(argv))
     run = load(["--config-file", options.file, *overrides])
-    plan, why_not = None, _WORLD_SIZE_WANTED
-    if options.world_size is not None:
-        run, layout = resolve(
-            run, world_size=options.world_size, local_world_size=options.ranks_per_node
-        )
-        try:
-            plan = plan_of(run.config, layout, num_micro_steps(run), backend=options.backend)
-        except PlanError as error:
-            why_not = str(error)
+    world = World.of(run.config, options.world_size, options.ranks_per_node)
+    run, layout = resolve(run, world_size=world.size, local_world_size=world.ranks_per_node)
+    plan, why_not = None, ""
+    try:
+        plan = plan_of(run.config, layout, num_micro_steps(run), backend=options.backend)
+    except PlanError as error:
+        why_not = str(error)
     if options.json:
         return json.dumps(_as_json(run, plan, why_not), indent=2)
-    return "\n".join([*_configuration(run, everything=options.all), "", *_messages(plan, why_not)])
-
-
-_WORLD_SIZE_WANTED = "give --world-size (and --ranks-per-node) for the messages"
+    told = [*_configuration(run, everything=options.all), "", *world.assumptions]
+    return "\n".join([*told, *_messages(plan, why_not)])
 
 
 def plan_of(config: RunConfig, layout: Layout, micro_steps: int, *, backend: Any) -> Plan:
