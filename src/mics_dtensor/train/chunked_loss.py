@@ -57,4 +57,5 @@ class HeadUnit:
         plain = over_all_ranks(
             units, num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node
         )
-        return Explanation(units, step_traffic(units, options), step_traffic(plain, options))
+        flat = replace(options, hierarchical=False)
+        return Explanation(units, step_traffic(units, options), step_traffic(plain, flat))
