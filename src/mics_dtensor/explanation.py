@@ -20,7 +20,7 @@ from mics_dtensor.plan.traffic import (
     Options,
     Traffic,
     Unit,
-    over_all_ranks,
+    plain_fsdp_traffic,
     step_traffic,
 )
 from mics_dtensor.topology import Topology
@@ -86,16 +86,17 @@ def explain(
         bucket_size_bytes=bucket_size_bytes,
         backend="gloo" if backend == "gloo" else "nccl",
     )
-    plain = over_all_ranks(
-        described, num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node
+    plain = plain_fsdp_traffic(
+        described, options, num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node
     )
-    return Explanation(described, step_traffic(described, options), step_traffic(plain, options))
+    return Explanation(described, step_traffic(described, options), plain)
 
 
 def _describe(unit: FsdpUnit, topology: Topology, hop: torch.dtype | None) -> Unit:
     def shapes(*, trainable: bool) -> tuple[tuple[int, ...], ...]:
-        return tuple(p.shape for p in unit.params if _trains(p) == trainable)
+        return tuple(_sharded_first(p) for p in unit.params if _trains(p) == trainable)
 
+    smaller = unit.regather_group
     return Unit(
         name=unit.name,
         shapes=shapes(trainable=True),
@@ -103,10 +104,17 @@ def _describe(unit: FsdpUnit, topology: Topology, hop: torch.dtype | None) -> Un
         shard=_shape_of(unit.shard_group, topology),
         replicate=_shape_of(unit.replicate_group, topology),
         gathers=2 if unit.reshards_after_forward else 1,
+        regather=_shape_of(smaller, topology) if smaller is not None else None,
         gather_itemsize=unit.gather_dtype.itemsize,
         reduce_itemsize=unit.reduce_dtype.itemsize,
         hop_itemsize=(hop or unit.reduce_dtype).itemsize,
     )
+
+
+def _sharded_first(param: ShardedParameter) -> tuple[int, ...]:
+    """The shape with the dim that is cut in front, which is where the traffic looks for rows."""
+    rest = list(param.shape)
+    return (rest.pop(param.sharded_dim), *rest)
 
 
 def _trains(param: ShardedParameter) -> bool:

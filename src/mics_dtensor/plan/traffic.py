@@ -32,8 +32,9 @@ class Unit:
 
     `shapes` are those of the parameters before sharding (one rank's part under tensor parallel),
     `frozen` those without gradients; itemsizes in bytes. `gathers` counts those of one micro-step:
-    2 if the backward gathers again. `reduces` counts the messages in which its gradients go: more
-    than one where parts of the unit are ready apart.
+    2 if the backward gathers again, in the groups `regather` where it is not the whole partition
+    group that gathers then (integer reshard_after_forward). `reduces` counts the messages in which
+    its gradients go: more than one where parts of the unit are ready apart.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Unit:
     count: int = 1
     gathers: int = 2
     reduces: int = 1
+    regather: GroupShape | None = None
     gather_itemsize: int = 4
     reduce_itemsize: int = 4
     hop_itemsize: int = 4
@@ -132,7 +134,17 @@ def over_all_ranks(units: Sequence[Unit], *, num_nodes: int, ranks_per_node: int
     """The same units under plain FSDP (ZeRO-3) over all ranks: what users compare with."""
     one = GroupShape(1, 1, num_nodes * ranks_per_node)
     everyone = GroupShape(num_nodes, ranks_per_node, 1)
-    return [replace(unit, shard=_whole(unit, everyone), replicate=one) for unit in units]
+    return [
+        replace(unit, shard=_whole(unit, everyone), replicate=one, regather=None) for unit in units
+    ]
+
+
+def plain_fsdp_traffic(
+    units: Sequence[Unit], options: Options, *, num_nodes: int, ranks_per_node: int
+) -> Traffic:
+    """The traffic of `over_all_ranks`: one ring each, and gradients reduced in every micro-step."""
+    plain = over_all_ranks(units, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+    return step_traffic(plain, replace(options, hierarchical=False))
 
 
 def buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
@@ -161,16 +173,20 @@ def _whole(unit: Unit, everyone: GroupShape) -> GroupShape:
 
 def _gather(unit: Unit, options: Options) -> Iterator[Stage]:
     shard_bytes = unit.gather_itemsize * (unit.shard_numel() + unit.shard_numel(frozen=True))
-    times = unit.count * unit.gathers * options.num_micro_steps
+    again = unit.regather
+    times = unit.count * (unit.gathers if again is None else 1) * options.num_micro_steps
     if unit.shard.size == 1:
         return
-    if not _is_hierarchical(unit.shard, options):
+    if _is_hierarchical(unit.shard, options):
+        across, within = _split(unit.shard)
+        calls = times * unit.shard.num_nodes
+        yield _ring(unit, "gather between nodes", "all_gather", across, shard_bytes, times)
+        yield _ring(unit, "gather within the node", "all_gather", within, shard_bytes, calls)
+    else:
         yield _ring(unit, "gather", "all_gather", unit.shard, shard_bytes, times)
-        return
-    across, within = _split(unit.shard)
-    nodes = unit.shard.num_nodes
-    yield _ring(unit, "gather between nodes", "all_gather", across, shard_bytes, times)
-    yield _ring(unit, "gather within the node", "all_gather", within, shard_bytes, times * nodes)
+    if again is not None and again.size > 1:  # a group of other ranks: never in two stages
+        larger_bytes = shard_bytes * unit.shard.size // again.size
+        yield _ring(unit, "gather again", "all_gather", again, larger_bytes, times)
 
 
 def _reduce(unit: Unit, options: Options) -> Iterator[Stage]:
