@@ -11,10 +11,10 @@ from typing import Any
 
 from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import Layout
+from mics_dtensor.plan.comparison import Comparison
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
-from mics_dtensor.plan.table import render
-from mics_dtensor.plan.traffic import Options, Traffic, over_all_ranks, step_traffic
+from mics_dtensor.plan.traffic import Options
 from mics_dtensor.train.config import RunConfig, config_keys
 from mics_dtensor.train.degrees import num_loss_chunks, num_micro_steps, resolve
 from mics_dtensor.train.key import value_at
@@ -75,9 +75,7 @@ class Plan:
 
     layout: Layout
     num_parameters: int
-    text: str
-    traffic: Traffic
-    plain_fsdp: Traffic
+    sent: Comparison
 
 
 def run(argv: Sequence[str]) -> str:
@@ -122,19 +120,23 @@ def plan_of(config: RunConfig, layout: Layout, micro_steps: int, *, backend: Any
     policy = Policy(
         gather_itemsize=ITEMSIZE[config.training.mixed_precision_param],
         reduce_itemsize=ITEMSIZE[config.training.mixed_precision_reduce],
+        hop_itemsize=ITEMSIZE[
+            config.mics.second_hop_dtype or config.training.mixed_precision_reduce
+        ],
         reshard_after_forward=parallelism.fsdp_reshard_after_forward,
         chunked_loss=num_loss_chunks(config) > 1,
     )
-    units = traffic_units(model, layout, policy)
     options = Options(
-        num_micro_steps=micro_steps, hierarchical=config.mics.hierarchical, backend=backend
+        num_micro_steps=micro_steps,
+        hierarchical=config.mics.hierarchical,
+        two_hop=layout.num_replicas > 1,
+        bucket_size_bytes=config.mics.bucket_size_bytes,
+        backend=backend,
     )
     topology = layout.topology
-    plain_units = over_all_ranks(
-        units, num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node
-    )
-    traffic, plain = step_traffic(units, options), step_traffic(plain_units, options)
-    return Plan(layout, model.num_parameters, render(units, traffic, plain), traffic, plain)
+    units = tuple(traffic_units(model, layout, policy))
+    sent = Comparison(units, options, topology.num_nodes, topology.ranks_per_node)
+    return Plan(layout, model.num_parameters, sent)
 
 
 def _configuration(run: Run, *, everything: bool) -> list[str]:
@@ -165,7 +167,7 @@ def _messages(plan: Plan | None, why_not: str) -> list[str]:
     return [
         f"{plan.num_parameters:,} parameters on {nodes.num_nodes} nodes of {nodes.ranks_per_node} "
         f"ranks: {layout.num_replicas} replicas of {layout.partition_size} shards",
-        plan.text,
+        str(plan.sent),
     ]
 
 
@@ -187,11 +189,12 @@ def _as_json(run: Run, plan: Plan | None, why_not: str) -> dict[str, Any]:
             "partition_size": layout.partition_size,
             "tensor_parallel_size": layout.tensor_parallel_size,
             "num_replicas": layout.num_replicas,
-            "num_micro_steps": plan.traffic.num_micro_steps,
-            "inter_node_bytes": plan.traffic.inter_node_bytes,
-            "intra_node_bytes": plan.traffic.intra_node_bytes,
-            "collectives": plan.traffic.collectives,
-            "plain_fsdp_inter_node_bytes": plan.plain_fsdp.inter_node_bytes,
-            "stages": [dataclasses.asdict(stage) for stage in plan.traffic.stages],
+            "num_micro_steps": plan.sent.options.num_micro_steps,
+            "inter_node_bytes": plan.sent.inter_node_bytes,
+            "intra_node_bytes": plan.sent.intra_node_bytes,
+            "collectives": plan.sent.collectives,
+            "plain_hsdp_inter_node_bytes": plan.sent.plain_hsdp.inter_node_bytes,
+            "plain_fsdp_inter_node_bytes": plan.sent.plain_fsdp.inter_node_bytes,
+            "stages": [dataclasses.asdict(stage) for stage in plan.sent.traffic.stages],
         }
     }

@@ -21,6 +21,7 @@ class Policy:
 
     gather_itemsize: int = 2
     reduce_itemsize: int = 4
+    hop_itemsize: int = 4
     reshard_after_forward: str = "default"
     chunked_loss: bool = True
     """torchtitan's ChunkedLossWrapper frees the unit of lm_head before its backward is over."""
@@ -38,10 +39,16 @@ def traffic_units(preset: Preset, layout: Layout, policy: Policy) -> tuple[Unit,
             gathers=_gathers(unit, policy),
             gather_itemsize=policy.gather_itemsize,
             reduce_itemsize=policy.reduce_itemsize,
-            hop_itemsize=policy.reduce_itemsize,
+            hop_itemsize=policy.hop_itemsize,
+            reduces=_reduces(unit, policy),
         )
         for unit in preset.units
     )
+
+
+def _reduces(unit: UnitShapes, policy: Policy) -> int:
+    """The chunked loss reduces lm_head by itself, before the norm is ready."""
+    return len(unit.parameters) if "lm_head" in unit.name and policy.chunked_loss else 1
 
 
 def _gathers(unit: UnitShapes, policy: Policy) -> int:
