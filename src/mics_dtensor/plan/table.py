@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mics_dtensor.layout import GroupShape
@@ -17,13 +17,16 @@ _HEADERS: tuple[Row, ...] = (
 _PLAIN = "(plain FSDP)"
 
 
-def render(units: Sequence[Unit], traffic: Traffic, plain_fsdp: Traffic) -> str:
-    """The stages of `traffic`, like units in one block, beside what plain FSDP would send.
+def render(units: Sequence[Unit], traffic: Traffic, others: Mapping[str, Traffic]) -> str:
+    """The stages of `traffic`, like units in one block, beside what `others` would send.
+
+    `others` are traffics of the same units by name; the last is told unit by unit too.
 
     Calls are those of one rank; bytes are summed over the world. "shared": the message of another
     unit carries it.
     """
     kinds = _kinds(units)
+    plain_fsdp = list(others.values())[-1]
     plain = _merge(plain_fsdp.stages, kinds)
     rows = list(_HEADERS)
     for kind, stages in _by_unit(_merge(traffic.stages, kinds)).items():
@@ -32,9 +35,7 @@ def render(units: Sequence[Unit], traffic: Traffic, plain_fsdp: Traffic) -> str:
         if theirs:
             its.append(_row(_total(theirs, name=_PLAIN), plain_fsdp.num_micro_steps))
         rows += [row if not number else ("", *row[1:]) for number, row in enumerate(its)]
-    return "\n".join(
-        [*_groups(units, kinds), "", *_aligned(rows), "", *_totals(traffic, plain_fsdp)]
-    )
+    return "\n".join([*_groups(units, kinds), "", *_aligned(rows), "", *_totals(traffic, others)])
 
 
 def _groups(units: Sequence[Unit], kinds: dict[str, str]) -> list[str]:
@@ -82,20 +83,16 @@ def _aligned(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _totals(traffic: Traffic, plain: Traffic) -> list[str]:
+def _totals(traffic: Traffic, others: Mapping[str, Traffic]) -> list[str]:
     steps = traffic.num_micro_steps
     title = f"in all, per optimizer step of {steps} micro-step{'s'[: steps != 1]}"
-    rows: list[Row] = [(title, "", "calls", "between nodes", "inside nodes")]
-    for name, its in (("  this run", traffic), ("  plain FSDP over all ranks", plain)):
-        calls = sum(its.collectives.values())
-        rows.append(
-            (name, "", str(calls), _bytes(its.inter_node_bytes), _bytes(its.intra_node_bytes))
-        )
-    ours, theirs = traffic.inter_node_bytes, plain.inter_node_bytes
-    lines = _aligned(rows)
-    if ours and theirs > ours:
-        lines.append(f"plain FSDP sends {theirs / ours:.1f} x as much between nodes")
-    return lines
+    rows: list[Row] = [(title, "", "calls", "between nodes", "", "inside nodes")]
+    for name, its in {"this run": traffic, **others}.items():
+        ours, theirs = traffic.inter_node_bytes, its.inter_node_bytes
+        ratio = f"{theirs / ours:.1f} x" if ours and its is not traffic else ""
+        calls, inside = str(sum(its.collectives.values())), _bytes(its.intra_node_bytes)
+        rows.append((f"  {name}", "", calls, _bytes(theirs), ratio, inside))
+    return _aligned(rows)
 
 
 def _kinds(units: Sequence[Unit]) -> dict[str, str]:

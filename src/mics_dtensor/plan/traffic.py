@@ -33,7 +33,8 @@ class Unit:
     `shapes` are those of the parameters before sharding (one rank's part under tensor parallel),
     `frozen` those without gradients; itemsizes in bytes. `gathers` counts those of one micro-step:
     2 if the backward gathers again, in the groups `regather` where it is not the whole partition
-    group that gathers then (integer reshard_after_forward).
+    group that gathers then (integer reshard_after_forward). `reduces` counts the messages in which
+    its gradients go: more than one where parts of the unit are ready apart.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Unit:
     frozen: tuple[tuple[int, ...], ...] = ()
     count: int = 1
     gathers: int = 2
+    reduces: int = 1
     regather: GroupShape | None = None
     gather_itemsize: int = 4
     reduce_itemsize: int = 4
@@ -128,23 +130,6 @@ def step_traffic(units: Sequence[Unit], options: Options) -> Traffic:
     return Traffic(tuple(stages), options.num_micro_steps)
 
 
-def over_all_ranks(units: Sequence[Unit], *, num_nodes: int, ranks_per_node: int) -> list[Unit]:
-    """The same units under plain FSDP (ZeRO-3) over all ranks: what users compare with."""
-    one = GroupShape(1, 1, num_nodes * ranks_per_node)
-    everyone = GroupShape(num_nodes, ranks_per_node, 1)
-    return [
-        replace(unit, shard=_whole(unit, everyone), replicate=one, regather=None) for unit in units
-    ]
-
-
-def plain_fsdp_traffic(
-    units: Sequence[Unit], options: Options, *, num_nodes: int, ranks_per_node: int
-) -> Traffic:
-    """The traffic of `over_all_ranks`: one ring each, and gradients reduced in every micro-step."""
-    plain = over_all_ranks(units, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
-    return step_traffic(plain, replace(options, hierarchical=False))
-
-
 def buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
     """Cut the positions of `sizes` (bytes) into consecutive buckets, each closed at `limit`.
 
@@ -159,14 +144,6 @@ def buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
         found[-1].append(position)
         filled += size
     return found
-
-
-def _whole(unit: Unit, everyone: GroupShape) -> GroupShape:
-    """All data-parallel ranks; under tensor parallel, `tp` such groups lie side by side."""
-    data_parallel = unit.shard.size * unit.replicate.size
-    tp = everyone.size // data_parallel
-    per_node = max(1, everyone.ranks_per_node // tp)
-    return GroupShape(data_parallel // per_node, per_node, tp)
 
 
 def _gather(unit: Unit, options: Options) -> Iterator[Stage]:
@@ -192,16 +169,19 @@ def _reduce(unit: Unit, options: Options) -> Iterator[Stage]:
     times = unit.count * options.num_micro_steps
     if unit.shard.size == 1:
         return
+    stages: list[Stage] = []
     if not _is_hierarchical(unit.shard, options):
-        yield _ring(unit, "reduce", "reduce_scatter", unit.shard, shard_bytes, times)
-        return
-    across, within = _split(unit.shard)
-    nodes = unit.shard.num_nodes
-    between: Collective = "all_to_all" if options.backend == "gloo" else "reduce_scatter"
-    yield _ring(
-        unit, "reduce within the node", "reduce_scatter", within, shard_bytes, times * nodes
-    )
-    yield _ring(unit, "reduce between nodes", between, across, shard_bytes, times)
+        stages.append(_ring(unit, "reduce", "reduce_scatter", unit.shard, shard_bytes, times))
+    else:
+        across, within = _split(unit.shard)
+        into = times * unit.shard.num_nodes
+        between: Collective = "all_to_all" if options.backend == "gloo" else "reduce_scatter"
+        stages += [
+            _ring(unit, "reduce within the node", "reduce_scatter", within, shard_bytes, into),
+            _ring(unit, "reduce between nodes", between, across, shard_bytes, times),
+        ]
+    for stage in stages:
+        yield replace(stage, calls=stage.calls * unit.reduces)
 
 
 def _boundary(units: Sequence[Unit], options: Options) -> Iterator[Stage]:
@@ -209,7 +189,8 @@ def _boundary(units: Sequence[Unit], options: Options) -> Iterator[Stage]:
 
     A message is counted at the first of the units that share it, in the order of the backward.
     """
-    hopping = [unit for unit in units if unit.replicate.size > 1 and unit.shapes]
+    reduced = [unit for unit in units if unit.shapes]
+    hopping = [unit for unit in reduced if unit.replicate.size > 1]
     messages = _messages(hopping, options)
     for unit in hopping:
         times = 1 if options.two_hop else options.num_micro_steps
@@ -219,11 +200,11 @@ def _boundary(units: Sequence[Unit], options: Options) -> Iterator[Stage]:
         yield _all_reduce(unit.name, "boundary", unit.replicate, total, calls, options)
     if not options.two_hop:
         return
-    for shard, replicate in dict.fromkeys((unit.shard, unit.replicate) for unit in hopping):
-        params = sum(len(u.shapes) * u.count for u in hopping if u.replicate == replicate)
-        for group, numbers in ((shard, 0), (replicate, params)):
+    for mesh in dict.fromkeys((unit.shard, unit.replicate) for unit in reduced):
+        params = sum(len(u.shapes) * u.count for u in reduced if (u.shard, u.replicate) == mesh)
+        for group in mesh:
             if group.size > 1:
-                total = 4 * (AGREEMENT_NUMBERS + numbers) * group.num_groups
+                total = 4 * (AGREEMENT_NUMBERS + params) * group.num_groups
                 yield _all_reduce("(all)", "agreement", group, total, 1, options)
 
 

@@ -22,6 +22,14 @@ def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta |
     return timeout
 
 
+def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
+    """Set the timeout of a group (default: the world); public from torch 2.14 on."""
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(timeout, group)
+    else:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
 def scale_(tensors: list[torch.Tensor], factor: torch.Tensor, *, foreach: bool | None) -> None:
     """Multiply each tensor by a scalar tensor, in place."""
     if foreach is not False and tensors:
