@@ -285,8 +285,8 @@ def _refuse(units: list[Unit], num_micro_steps: int | None, *, early: bool, stat
             "overlap_boundary takes gradients out of .grad and static_gradients keeps them there; "
             "choose one"
         )
-    audit_gradients(units, static=static)
     if any(a.holds(units) for a in _OPEN.get()):
         raise AccumulationError(
             "gradient_accumulation is already open for this model: leave it before opening another"
         )
+    audit_gradients(units, static=static)
