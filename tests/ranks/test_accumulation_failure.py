@@ -28,11 +28,11 @@ class Failure(Exception):
 
 class _FailingBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+    def backward(_: Any, *__: torch.Tensor) -> torch.Tensor:
         raise Failure
 
 
@@ -89,13 +89,15 @@ def chain(*, dtype: torch.dtype = torch.float32, checkpointing: bool | None = No
 def data(seed: int) -> torch.Tensor:
     """Other data on every rank and in every micro-step; the input needs a gradient in half."""
     generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
-    return torch.randn(2, WIDTH, generator=generator, requires_grad=bool(seed % 2))
+    return torch.randn(2, WIDTH, generator=generator).requires_grad_(bool(seed % 2))
 
 
 def micro_step(accumulation: Accumulation, model: Chain, seed: int, place: str = "") -> None:
     model.place = place
     with accumulation.micro_step():
         x = data(seed).to(next(model.parameters()).dtype)
+        if model.use_reentrant:  # it needs one input that requires a gradient
+            x.requires_grad_()
         loss = model(x).square().sum()
         loss.backward()
         if place == "after the backward":
@@ -243,11 +245,11 @@ def test_ranks_that_disagree_are_all_refused() -> None:
                 micro_step(accumulation, model, seed)
 
     def sync_off() -> None:
-        with gradient_accumulation(model, num_micro_steps=1, **options) as accumulation:
-            with accumulation.micro_step():
-                model(data(0)).square().sum().backward()
-                if dist.get_rank() == 3:
-                    model.set_requires_gradient_sync(False)
+        opened = gradient_accumulation(model, num_micro_steps=1, **options)
+        with opened as accumulation, accumulation.micro_step():
+            model(data(0)).square().sum().backward()
+            if dist.get_rank() == 3:
+                model.set_requires_gradient_sync(False)
 
     clean = chain()
     step(clean)
