@@ -95,6 +95,12 @@ class Accumulation:
         self._is_last = False
         self._state: State = "open"
         self._exchange = ExitStack()
+        self._frozen = [
+            (param, param.parameter.grad)
+            for unit in units
+            for param in unit.params
+            if not param.parameter.requires_grad
+        ]
 
     @property
     def num_run(self) -> int:
@@ -219,7 +225,6 @@ class Accumulation:
 
     def _problem(self) -> str | None:
         """What would lose a gradient on this rank, if anything."""
-        expected = {id(gradient.param.parameter) for gradient in self._boundary}
         for unit in self._units:
             if not unit.reduces_gradients:
                 return (
@@ -232,11 +237,12 @@ class Accumulation:
                         f"the gradient of {param.name} was not reduced: run a backward with "
                         "gradient sync on in the last micro-step"
                     )
-                if id(param.parameter) not in expected and param.parameter.grad is not None:
-                    return (
-                        f"{param.name} has a gradient, but did not require one when the context "
-                        "opened: set requires_grad before gradient_accumulation"
-                    )
+        for param, before in self._frozen:
+            if param.parameter.grad is not before:
+                return (
+                    f"{param.name} has a gradient, but did not require one when the context "
+                    "opened: set requires_grad before gradient_accumulation"
+                )
         return None
 
     def _close(self) -> None:
@@ -285,8 +291,8 @@ def _refuse(units: list[Unit], num_micro_steps: int | None, *, early: bool, stat
             "overlap_boundary takes gradients out of .grad and static_gradients keeps them there; "
             "choose one"
         )
-    audit_gradients(units, static=static)
     if any(a.holds(units) for a in _OPEN.get()):
         raise AccumulationError(
             "gradient_accumulation is already open for this model: leave it before opening another"
         )
+    audit_gradients(units, static=static)

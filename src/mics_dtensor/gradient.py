@@ -36,17 +36,15 @@ class Gradient:
 
     @property
     def is_present(self) -> bool:
-        """Whether this rank had a part in the sum that has not left.
-
-        In static mode it has wherever there is a gradient: the replay of a graph tells us nothing.
-        """
-        return self.param.parameter.grad is not None if self.static else self.is_used
+        """Whether this rank had a part in the sum that has not left."""
+        return self.is_used
 
     def set_aside(self, *, static_scale: float) -> None:
         """At entry: what is there counts as already reduced, and is not to be reduced again."""
         parameter = self.param.parameter
         if self.static and parameter.grad is not None:
             local_of(parameter.grad).mul_(static_scale)  # the hop will undo it
+            self.is_used = True  # the replay of a graph would not tell us
         elif not self.static:
             self.aside = cast("DTensor | None", parameter.grad)
             parameter.grad = None
@@ -89,7 +87,7 @@ class Gradient:
 
     def settle(self, *, present: bool) -> None:
         """At the end: where no rank used the parameter, only what was set aside is left."""
-        if not self.static and not present:
+        if not present:
             self.param.parameter.grad = None
         self.total = None
         if self.aside is not None:
