@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
+from logging import getLogger
 from typing import Literal
 
 import torch
@@ -30,6 +31,8 @@ from mics_dtensor.upstream import (
     units_of,
     whole_units,
 )
+
+logger = getLogger(__name__)
 
 State = Literal["open", "partial", "synchronized", "failed"]
 
@@ -176,7 +179,10 @@ class Accumulation:
         """
         if self._state in ("open", "partial"):
             self._state = "failed"
-            reset_after_exception(self._units)
+            try:
+                reset_after_exception(self._units)
+            except RuntimeError as error:  # the one that brought us here is the one to raise
+                logger.warning("FSDP2 could not be reset after an exception: %s", error)
             self._boundary.abandon()
 
     def holds(self, units: Iterable[Unit]) -> bool:

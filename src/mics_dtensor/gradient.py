@@ -70,7 +70,9 @@ class Gradient:
         self.is_used = False
         if not self.static:
             self.total = self.param.parameter.grad = None
-        return local_of(gradient) if total is None and gradient is not None else total
+        if total is None or gradient is None:
+            return total if gradient is None else local_of(gradient)
+        return total.add_(local_of(gradient))  # a `.grad` that somebody wrote beside the sum
 
     def put(self, reduced: torch.Tensor) -> None:
         """Store what the second hop brought (1-D), beside what was set aside or put before."""
@@ -80,7 +82,8 @@ class Gradient:
         if there is None:
             parameter.grad = self.param.as_gradient(reduced.to(local.dtype))
         elif self.static:
-            local_of(there).copy_(reduced)  # onto itself where it was sent as it lay
+            if local_of(there).data_ptr() != reduced.data_ptr():  # it was not sent as it lay
+                local_of(there).copy_(reduced)
         else:
             local_of(there).add_(reduced)
             parameter.grad, self.aside = there, None
