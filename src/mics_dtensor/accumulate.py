@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mics_dtensor.audit import audit_gradients
+from mics_dtensor.audit import audit_gradients, lost_at_boundary
 from mics_dtensor.boundary import Boundary
 from mics_dtensor.bucket import Message
 from mics_dtensor.errors import AccumulationError
@@ -222,34 +222,14 @@ class Accumulation:
 
     def _second_hop(self) -> None:
         try:
-            self._boundary.finish(num_micro_steps=self._num_run, problem=self._problem())
+            self._boundary.finish(
+                num_micro_steps=self._num_run, problem=lost_at_boundary(self._units, self._frozen)
+            )
         except BaseException:
             self.fail()
             raise
         self._state = "synchronized"
         self._exchange.close()  # from here on the model is plain HSDP again
-
-    def _problem(self) -> str | None:
-        """What would lose a gradient on this rank, if anything."""
-        for unit in self._units:
-            if not unit.reduces_gradients:
-                return (
-                    f"gradient sync of unit {unit.name} is off at the boundary: call "
-                    "set_requires_gradient_sync(True) before the backward of the last micro-step"
-                )
-            for param in unit.params:
-                if param.has_unreduced_gradient():
-                    return (
-                        f"the gradient of {param.name} was not reduced: run a backward with "
-                        "gradient sync on in the last micro-step"
-                    )
-        for param, before in self._frozen:
-            if param.parameter.grad is not before:
-                return (
-                    f"{param.name} has a gradient, but did not require one when the context "
-                    "opened: set requires_grad before gradient_accumulation"
-                )
-        return None
 
     def _close(self) -> None:
         _OPEN.set(tuple(other for other in _OPEN.get() if other is not self))
