@@ -43,7 +43,7 @@ def audit_gradients(units: Sequence[Unit], *, static: bool) -> None:
 def lost_at_boundary(
     units: Sequence[Unit], frozen: Sequence[tuple[ShardedParameter, torch.Tensor | None]]
 ) -> str | None:
-    """What this rank's gradients would lose if the second hop began now, in a sentence, if anything.
+    """What this rank would lose if the second hop began now, in a sentence; None if nothing.
 
     `frozen` are the parameters that required no gradient when the context opened, with their
     `.grad` of then.
