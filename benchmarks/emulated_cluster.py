@@ -97,14 +97,13 @@ def parse(arguments: list[str]) -> tuple[Run, Path | None]:
 
 def main() -> None:
     wanted, path = parse(sys.argv[1:])
-    for number in (signal.SIGTERM, signal.SIGHUP):  # Ctrl-C raises already
+    # SIGINT too: Python leaves it ignored where a shell started this in the background.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     try:
         results = describe(wanted, run(wanted))
     except ClusterError as error:
         sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
     print(table(results))
     if path is not None:
         write(results, path)
