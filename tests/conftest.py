@@ -3,6 +3,11 @@
 from importlib.util import find_spec
 
 import pytest
+from hypothesis import settings
+
+# The same examples every time, and no limit on one: CI's machine may be slow for a moment.
+settings.register_profile("house", deadline=None, derandomize=True, max_examples=60)
+settings.load_profile("house")
 
 pytest.register_assert_rewrite("harness")
 

@@ -19,11 +19,17 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mics_dtensor.audit import audit_gradients
-from mics_dtensor.boundary import Boundary, Message
+from mics_dtensor.boundary import Boundary
+from mics_dtensor.bucket import Message
 from mics_dtensor.errors import AccumulationError
-from mics_dtensor.gradient import Gradient
 from mics_dtensor.plan.traffic import BUCKET_SIZE_BYTES
-from mics_dtensor.upstream import Unit, first_hop_only, reset_after_exception, units_of
+from mics_dtensor.upstream import (
+    Unit,
+    first_hop_only,
+    reset_after_exception,
+    units_of,
+    whole_units,
+)
 
 State = Literal["open", "partial", "synchronized", "failed"]
 
@@ -103,6 +109,7 @@ class Accumulation:
         """
         self._begin(last)
         try:
+            self._boundary.begin_micro_step(last_of=self._num_run + 1 if self._is_last else None)
             yield
         except BaseException:
             self.fail()
@@ -132,11 +139,11 @@ class Accumulation:
         """Exchange the meshes, set gradients aside, place the hooks; all is undone by `stack`."""
         stack.callback(self._exchange.close)
         self._exchange.enter_context(first_hop_only(self._units))
+        self._exchange.enter_context(whole_units(self._units, self._boundary.foresee))
         self._boundary.set_aside()
         for gradient in self._boundary:
-            if gradient.is_narrow or self._boundary.early:
-                remove = gradient.param.on_arrival(partial(self.arrive, gradient))
-                self._exchange.callback(remove)
+            remove = gradient.param.on_arrival(partial(self._boundary.arrive, gradient))
+            self._exchange.callback(remove)
         self._exchange.callback(register_optimizer_step_pre_hook(self._refuse_optimizer).remove)
         _OPEN.set((*_OPEN.get(), self))
         self._exchange.callback(self._close)
@@ -165,10 +172,6 @@ class Accumulation:
             self._state = "failed"
             reset_after_exception(self._units)
             self._boundary.abandon()
-
-    def arrive(self, gradient: Gradient) -> None:
-        """FSDP2 has added a reduced gradient to `.grad` (from its post-accumulate-grad hook)."""
-        self._boundary.arrive(gradient, last=self._inside and self._is_last)
 
     def holds(self, units: Iterable[Unit]) -> bool:
         """Whether one of `units` is accumulated here."""
@@ -204,7 +207,6 @@ class Accumulation:
             )
         self._is_last = bool(last) or announced_last
         self._inside, self._state = True, "partial"
-        self._boundary.begin_micro_step()
 
     def _second_hop(self) -> None:
         try:

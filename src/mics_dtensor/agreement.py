@@ -26,34 +26,32 @@ def agree(
 ) -> list[list[bool]]:
     """For each ballot, which gradients some replica has. Collective over its two groups.
 
-    Two messages a mesh, of three numbers in the partition group and of one more a parameter over
+    Two messages a mesh, of three numbers and one more a parameter, in the partition group and over
     the replication group: a maximum over both reaches every rank of the mesh. On CUDA the host
-    reads them, once per optimizer step. Raises AccumulationError, on every rank and before any
-    gradient is sent, if one rank has a problem or ranks ran different numbers of micro-steps.
+    reads them. Raises AccumulationError, on every rank, if one rank has a problem or ranks ran
+    different numbers of micro-steps.
     """
     said = [num_micro_steps, -num_micro_steps, int(problem is not None)]
-    for ballot in ballots:
-        said = _maximum(said, ballot.shard_group, ballot.device)
-    present: list[list[bool]] = []
-    for ballot in ballots:
-        numbers = [*said, *(int(has) for has in ballot.present)]
-        numbers = _maximum(numbers, ballot.replicate_group, ballot.device)
-        said, having = numbers[: len(said)], numbers[len(said) :]
-        present.append([bool(has) for has in having])
+    present = [[int(has) for has in ballot.present] for ballot in ballots]
+    for hop in ("shard_group", "replicate_group"):
+        for position, ballot in enumerate(ballots):
+            numbers = [*said, *present[position]]
+            numbers = _maximum(numbers, getattr(ballot, hop), ballot.device)
+            said, present[position] = numbers[: len(said)], numbers[len(said) :]
     most, least, sick = said[0], -said[1], bool(said[2])
     if problem is not None:
         raise AccumulationError(problem)
     if sick:
         raise AccumulationError(
             "another rank cannot take part in the second hop, and says why in its own error; no "
-            "gradient was sent"
+            ".grad was changed"
         )
     if most != least:
         raise AccumulationError(
             f"this rank ran {num_micro_steps} micro-steps, but ranks ran from {least} to {most}; "
-            "run the same number on every rank (no gradient was sent)"
+            "run the same number on every rank (no .grad was changed)"
         )
-    return present
+    return [[bool(has) for has in having] for having in present]
 
 
 def _maximum(

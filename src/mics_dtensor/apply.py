@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import nn
 
 from mics_dtensor.audit import audit_units
 from mics_dtensor.collectives import HierarchicalAllGather, HierarchicalReduceScatter
-from mics_dtensor.errors import ConfigError
-from mics_dtensor.mesh import Ranks, make_stages, ranks_of
+from mics_dtensor.errors import ConfigError, MicsError
+from mics_dtensor.mesh import Ranks, Stages, make_stages, node_blocks, ranks_of
 from mics_dtensor.topology import Topology
 from mics_dtensor.upstream import Unit, units_of
 
@@ -30,11 +31,10 @@ def apply_mics(
     """
     parts = [model] if isinstance(model, nn.Module) else list(model)
     units = units_of(parts)
-    stage_units = units if hierarchical else []
-    shard_groups = _agree(units, stage_units, topology)
+    shard_groups = _agree(units, topology, hierarchical=hierarchical)
     stages = make_stages(shard_groups, topology, device_type=_device_type(units))
-    for unit in stage_units:
-        if (its := stages.get(ranks_of(unit.shard_group))) is not None and not _is_installed(unit):
+    for unit in units if hierarchical else ():
+        if (its := stages.get(ranks_of(unit.shard_group))) is not None and not _installed(unit):
             unit.set_collectives(
                 HierarchicalAllGather(its, unit=unit.name),
                 HierarchicalReduceScatter(its, unit=unit.name),
@@ -54,36 +54,70 @@ def stage_groups(model: nn.Module | Iterable[nn.Module]) -> list[dist.ProcessGro
     return list(made)
 
 
-def _agree(units: list[Unit], stage_units: list[Unit], topology: Topology) -> list[Ranks]:
+def _agree(units: list[Unit], topology: Topology, *, hierarchical: bool) -> list[Ranks]:
     """The shard groups of the world that still need stages, sorted; or one error on every rank."""
     mine: list[Ranks] = []
     error: str | None = None
     try:
         audit_units(units, topology)
-        for unit in stage_units:
-            if _is_installed(unit) or unit.shard_group is None:
-                continue
-            if len({topology.node_of(rank) for rank in ranks_of(unit.shard_group)}) > 1:
+        for unit in units:
+            ranks = ranks_of(unit.shard_group)
+            blocks = node_blocks(ranks, topology) if ranks else []
+            if (stages := _installed(unit)) is not None:
+                _refuse_other_stages(unit, stages, blocks if hierarchical else [])
+            elif hierarchical and len(blocks) > 1:
                 _refuse_foreign_collectives(unit)
-                mine.append(ranks_of(unit.shard_group))
-    except ConfigError as refusal:
+                mine.append(ranks)
+    except MicsError as refusal:
         error = str(refusal)
-    everyone: list[tuple[list[Ranks], str | None]] = [([], None)] * dist.get_world_size()
-    dist.all_gather_object(everyone, (list(dict.fromkeys(mine)), error))
+    said = _Said(list(dict.fromkeys(mine)), error, _in_words(topology), hierarchical)
+    everyone: list[_Said] = [said] * dist.get_world_size()
+    dist.all_gather_object(everyone, said)
     if error is not None:
         raise ConfigError(error)
-    for rank, (_, theirs) in enumerate(everyone):
-        if theirs is not None:
-            raise ConfigError(f"{theirs} (said by rank {rank})")
-    return sorted({ranks for groups, _ in everyone for ranks in groups})
+    for rank, theirs in enumerate(everyone):
+        if theirs.error is not None:
+            raise ConfigError(f"{theirs.error} (said by rank {rank})")
+    given = sorted({f"{its.topology}, hierarchical={its.hierarchical}" for its in everyone})
+    if len(given) > 1:
+        raise ConfigError(
+            f"ranks called apply_mics differently: {' | '.join(given)}; give every rank the same"
+        )
+    return sorted({ranks for its in everyone for ranks in its.shard_groups})
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What a rank tells the others before anything is made."""
+
+    shard_groups: list[Ranks]  # that need stages
+    error: str | None
+    topology: str
+    hierarchical: bool
+
+
+def _in_words(topology: Topology) -> str:
+    words = f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks"
+    return words if topology.is_contiguous else f"{words}, {list(topology.nodes)}"
 
 
 def _device_type(units: list[Unit]) -> str:
     return units[0].device.type if units else "cpu"
 
 
-def _is_installed(unit: Unit) -> bool:
-    return isinstance(unit.all_gather, HierarchicalAllGather)
+def _installed(unit: Unit) -> Stages | None:
+    gather = unit.all_gather
+    return gather.stages if isinstance(gather, HierarchicalAllGather) else None
+
+
+def _refuse_other_stages(unit: Unit, stages: Stages, blocks: list[Ranks]) -> None:
+    """The stages that an earlier call installed must be those that this one would."""
+    if ranks_of(stages.within_node) not in blocks:
+        raise ConfigError(
+            f"unit {unit.name} has hierarchical collectives of another apply_mics, with ranks "
+            f"{list(ranks_of(stages.within_node))} in one node: give the same topology, and not "
+            "hierarchical=False, or shard the model anew"
+        )
 
 
 def _refuse_foreign_collectives(unit: Unit) -> None:

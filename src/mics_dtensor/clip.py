@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from mics_dtensor.accumulate import refuse_partial_sums
-from mics_dtensor.upstream import local_of, scale_
+from mics_dtensor.errors import ConfigError
+from mics_dtensor.upstream import local_of, norms_of, scale_
 
 Axes = tuple[DeviceMesh, tuple[int, ...]] | None  # of which a gradient is sharded over these axes
 
@@ -28,8 +29,9 @@ def clip_grad_norm_(
     The norm is that of one process, whatever meshes the parameters are on: shards are summed over
     the axes that shard them, and replicas counted once. Collective over those axes: every rank that
     holds the parameters calls it. Raises AccumulationError before the last micro-step of an open
-    gradient_accumulation has ended, and RuntimeError for a norm that is not finite if asked to;
-    the gradients are then unchanged.
+    gradient_accumulation has ended, ConfigError for a norm_type that is not above 0, and
+    RuntimeError for a norm that is not finite if asked to; the gradients are then unchanged.
+    Norms of gradients narrower than fp32 are fp32.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm = total_norm(parameters, norm_type=norm_type, foreach=foreach)
@@ -46,6 +48,8 @@ def total_norm(
     parameters: Iterable[torch.Tensor], *, norm_type: float = 2.0, foreach: bool | None = None
 ) -> torch.Tensor:
     """The norm of all gradients, a scalar tensor. Collective as clip_grad_norm_ is."""
+    if not norm_type > 0:
+        raise ConfigError(f"norm_type is {norm_type}; give a number above 0, or inf")
     parameters = list(parameters)
     refuse_partial_sums(parameters, what="clip_grad_norm_")
     groups: dict[Axes, list[torch.Tensor]] = {}
@@ -55,12 +59,14 @@ def total_norm(
             gradient = _without_partial_sums(parameter.grad)
             groups.setdefault(_sharded_axes(gradient), []).append(local_of(gradient))
     device = next((local_of(p).device for p in parameters), torch.device("cpu"))
+    wide = any(parameter.dtype == torch.float64 for parameter in parameters)
+    zero = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=device)
     norms = [
-        _reduced_norm(gradients, axes, norm_type, foreach, device)
+        _reduced_norm(gradients, axes, norm_type, foreach, zero)
         for axes, gradients in groups.items()
     ]
     if not norms:
-        return torch.zeros((), device=device)
+        return zero
     whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return whole
 
@@ -87,8 +93,11 @@ def clip_with_norm_(
 def _sharded_axes(tensor: torch.Tensor) -> Axes:
     if not isinstance(tensor, DTensor):
         return None
-    placements = enumerate(tensor.placements)
-    return tensor.device_mesh, tuple(axis for axis, at in placements if at.is_shard())
+    # Not `is_shard()`: it is False of the strided shards that FSDP2 makes of what tensor parallel
+    # has split before.
+    at = enumerate(tensor.placements)
+    sharded = (axis for axis, its in at if not (its.is_replicate() or its.is_partial()))
+    return tensor.device_mesh, tuple(sharded)
 
 
 def _without_partial_sums(gradient: torch.Tensor) -> torch.Tensor:
@@ -105,14 +114,15 @@ def _reduced_norm(
     axes: Axes,
     norm_type: float,
     foreach: bool | None,
-    device: torch.device,
+    zero: torch.Tensor,
 ) -> torch.Tensor:
     """The norm of gradients that are sharded over the same axes of one mesh."""
     # Shards may be empty: they count as 0, where torch's max-norm raises on that rank alone.
     filled = [gradient for gradient in gradients if gradient.numel()]
-    norm = torch.zeros((), dtype=torch.float32, device=device)
+    norm = zero.clone()
     if filled:
-        norm = torch.nn.utils.get_total_norm(filled, norm_type, foreach=foreach).float().to(device)
+        norms = [n.to(zero) for n in norms_of(filled, norm_type, foreach=foreach)]
+        norm += torch.linalg.vector_norm(torch.stack(norms), norm_type)
     mesh, sharded = axes if axes is not None else (None, ())
     reduce_over = [axis for axis in sharded if mesh is not None and mesh.size(axis) > 1]
     if mesh is None or not reduce_over:

@@ -10,21 +10,20 @@ The all-gather's input is a view of its output, so the first stage writes to a b
 made current, in order, and nothing here waits on the host. With async_op=False NCCL makes that
 stream wait for each stage, so `staged`, allocated on it, may be freed when the call returns: the
 caching allocator reuses it only after work enqueued later on the same stream. With async_op=True
-(FSDPModule._set_unshard_async_op, unshard(async_op=True)) the stages run on a side stream, where
-`staged` is allocated too, and the Work of the second stage, which the caller waits for, keeps it.
+(unshard(async_op=True)) the stages run on a side stream, where `staged` is allocated too, and the
+Work of the second stage, which the caller waits for, holds it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from mics_dtensor.mesh import Stages, ranks_of
-from mics_dtensor.stage import stage
+from mics_dtensor.stage import StageWork, stage
 from mics_dtensor.upstream import AllGather, ReduceScatter, coalescing
 
 _Collective = Callable[..., dist.Work | None]
@@ -67,7 +66,9 @@ class HierarchicalAllGather(AllGather):
     ) -> dist.Work | None:
         """Gather. Collective over `group`, which need not be the very object of the stages."""
         if not _same_ranks(group, self.stages):
-            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+            with stage("gather", self.unit, group):
+                work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+            return _named(work, ("gather", self.unit, group))
         with _own_stream(input_tensor.device, wanted=async_op):
             return self._gather(output_tensor, input_tensor, async_op=async_op)
 
@@ -78,17 +79,20 @@ class HierarchicalAllGather(AllGather):
         staged = input_tensor.new_empty(num_nodes * input_tensor.numel())  # [node, shard]
         with stage("gather between nodes", self.unit, self.stages.across_nodes):
             _all_gather(staged, input_tensor, group=self.stages.across_nodes)  # slow: n - 1 shards
-        with stage("gather within the node", self.unit, self.stages.within_node) as within_node:
-            blocks = zip(output_tensor.chunk(num_nodes), staged.chunk(num_nodes), strict=True)
+        second = ("gather within the node", self.unit, self.stages.within_node)
+        with stage(*second) as within_node:
+            blocks = zip(_cut(output_tensor, num_nodes), _cut(staged, num_nodes), strict=True)
             if not _is_gloo(within_node):
                 with coalescing(within_node, async_op=async_op) as launched:
                     for block, shard in blocks:
                         _all_gather(block, shard, group=within_node, async_op=async_op)
-                return cast("dist.Work", launched.works[-1]) if async_op else None
-            *first, last = blocks  # each [local, shard] of one node, over the fast link
-            for block, shard in first:
-                _all_gather(block, shard, group=within_node)
-            return _all_gather(*last, group=within_node, async_op=async_op)
+                work = launched.works[-1] if async_op else None
+            else:
+                *first, last = blocks  # each [local, shard] of one node, over the fast link
+                for block, shard in first:
+                    _all_gather(block, shard, group=within_node)
+                work = _all_gather(*last, group=within_node, async_op=async_op)
+        return _named(work, second, staged)
 
 
 class HierarchicalReduceScatter(ReduceScatter):
@@ -123,9 +127,11 @@ class HierarchicalReduceScatter(ReduceScatter):
     ) -> dist.Work | None:
         """Reduce. Collective over `group`, which need not be the very object of the stages."""
         if not _same_ranks(group, self.stages):
-            return _reduce_scatter(
-                output_tensor, input_tensor, group=group, op=op, async_op=async_op
-            )
+            with stage("reduce", self.unit, group):
+                work = _reduce_scatter(
+                    output_tensor, input_tensor, group=group, op=op, async_op=async_op
+                )
+            return _named(work, ("reduce", self.unit, group))
         with _own_stream(input_tensor.device, wanted=async_op):
             return self._reduce(output_tensor, input_tensor, op, async_op=async_op)
 
@@ -140,7 +146,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         num_nodes = self.stages.num_nodes
         staged = output_tensor.new_empty(num_nodes * output_tensor.numel())  # [node, shard]
         with stage("reduce within the node", self.unit, self.stages.within_node) as within_node:
-            blocks = zip(staged.chunk(num_nodes), input_tensor.chunk(num_nodes), strict=True)
+            blocks = zip(_cut(staged, num_nodes), _cut(input_tensor, num_nodes), strict=True)
             if not _is_gloo(within_node):
                 with coalescing(within_node, async_op=False):
                     for shard, block in blocks:
@@ -148,20 +154,33 @@ class HierarchicalReduceScatter(ReduceScatter):
             else:
                 for shard, block in blocks:  # from [local, shard] of one node, over the fast link
                     _reduce_scatter(shard, block, group=within_node, op=op)
-        second = dist.ReduceOp.SUM if op == dist.ReduceOp.PREMUL_SUM else op
-        with stage("reduce between nodes", self.unit, self.stages.across_nodes) as across_nodes:
+        once_more = dist.ReduceOp.SUM if op == dist.ReduceOp.PREMUL_SUM else op
+        second = ("reduce between nodes", self.unit, self.stages.across_nodes)
+        with stage(*second) as across_nodes:
             if not _is_gloo(across_nodes):
-                return _reduce_scatter(
-                    output_tensor, staged, group=across_nodes, op=second, async_op=async_op
+                work = _reduce_scatter(
+                    output_tensor, staged, group=across_nodes, op=once_more, async_op=async_op
                 )
-            received = torch.empty_like(staged)  # [node, shard]: mine, from every node
-            dist.all_to_all_single(received, staged, group=across_nodes)  # slow: n - 1 shards
-            total = received.view(num_nodes, -1).sum(dim=0, dtype=_sum_dtype(staged.dtype))
-            output_tensor.copy_(total / num_nodes if second == dist.ReduceOp.AVG else total)
-            # The sum above is done; FSDP2 waits on a real Work and on nothing else.
-            if not async_op:
-                return None
-            return cast("dist.Work", dist.barrier(group=across_nodes, async_op=True))
+            else:
+                received = torch.empty_like(staged)  # [node, shard]: mine, from every node
+                dist.all_to_all_single(received, staged, group=across_nodes)  # slow: n - 1 shards
+                by_node = received.view(num_nodes, output_tensor.numel())
+                total = by_node.sum(dim=0, dtype=_sum_dtype(staged.dtype))
+                output_tensor.copy_(total / num_nodes if once_more == dist.ReduceOp.AVG else total)
+                # The sum is done; a caller who asked for a Work has to be given one.
+                work = dist.barrier(group=across_nodes, async_op=True) if async_op else None
+        return _named(work, second, staged)
+
+
+def _cut(flat: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, ...]:
+    """The blocks of the nodes, in order; chunk() would make one of an empty tensor's two."""
+    return flat.view(num_nodes, flat.numel() // num_nodes).unbind()
+
+
+def _named(
+    work: dist.Work | None, named: tuple[str, str, dist.ProcessGroup], *buffers: torch.Tensor
+) -> dist.Work | None:
+    return None if work is None else StageWork(work, named, *buffers)
 
 
 def _same_ranks(group: dist.ProcessGroup, stages: Stages) -> bool:

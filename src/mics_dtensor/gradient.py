@@ -26,6 +26,8 @@ class Gradient:
     aside: DTensor | None = None  # found at entry: already reduced, added at the end
     arrivals: int = 0  # in this micro-step; every backward that reduces is one
     expected: int = 1  # those of the micro-step before
+    is_used: bool = False  # on this rank, since it was last taken; else what arrives is filler
+    is_filler: bool = False  # what arrives next on this rank: zeros beside the unit's other values
 
     @property
     def is_narrow(self) -> bool:
@@ -34,8 +36,11 @@ class Gradient:
 
     @property
     def is_present(self) -> bool:
-        """Whether this rank holds a partial sum that has not left."""
-        return self.total is not None or self.param.parameter.grad is not None
+        """Whether this rank had a part in the sum that has not left.
+
+        In static mode it has wherever there is a gradient: the replay of a graph tells us nothing.
+        """
+        return self.param.parameter.grad is not None if self.static else self.is_used
 
     def set_aside(self, *, static_scale: float) -> None:
         """At entry: what is there counts as already reduced, and is not to be reduced again."""
@@ -46,9 +51,16 @@ class Gradient:
             self.aside = cast("DTensor | None", parameter.grad)
             parameter.grad = None
 
+    def foresee(self, *, counts_unused: bool) -> None:
+        """Before FSDP2 reduces the unit: has a backward of this rank used the parameter?"""
+        used = counts_unused or self.param.has_unreduced_gradient()
+        self.is_used, self.is_filler = self.is_used or used, not used
+
     def arrive(self) -> None:
         """After FSDP2 has added a reduced gradient to `.grad` (a post-accumulate-grad hook)."""
         self.arrivals += 1
+        self.is_used |= not self.is_filler  # also by a backward that FSDP2 had no part in
+        self.is_filler = False
         if self.is_narrow and (gradient := self.param.parameter.grad) is not None:
             local = local_of(gradient)
             self.total = local.float() if self.total is None else self.total.add_(local)
@@ -57,6 +69,7 @@ class Gradient:
     def take(self) -> torch.Tensor | None:
         """The partial sum, out of `.grad`: what arrives from now on is a delta of its own."""
         total, gradient = self.total, self.param.parameter.grad
+        self.is_used = False
         if not self.static:
             self.total = self.param.parameter.grad = None
         return local_of(gradient) if total is None and gradient is not None else total
@@ -74,14 +87,17 @@ class Gradient:
             local_of(there).add_(reduced)
             parameter.grad, self.aside = there, None
 
-    def settle(self) -> None:
-        """At the end: bring back what was set aside, if nothing came that it could be added to."""
+    def settle(self, *, present: bool) -> None:
+        """At the end: where no rank used the parameter, only what was set aside is left."""
+        if not self.static and not present:
+            self.param.parameter.grad = None
+        self.total = None
         if self.aside is not None:
             self.param.parameter.grad, self.aside = self.aside, None
 
     def abandon(self) -> None:
         """After an exception: the step is lost; `.grad` is what it was at entry (static: zero)."""
-        self.total = None
+        self.total, self.is_used, self.is_filler = None, False, False
         if self.static and self.param.parameter.grad is not None:
             local_of(self.param.parameter.grad).zero_()
         else:

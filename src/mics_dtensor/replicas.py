@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from mics_dtensor.errors import ConfigError, ReplicaError
 from mics_dtensor.stage import stage
-from mics_dtensor.upstream import Unit, local_of, units_of
+from mics_dtensor.upstream import local_of, units_of
 
 
 def synchronize_replicas(model: nn.Module | Iterable[nn.Module]) -> None:
@@ -21,15 +23,16 @@ def synchronize_replicas(model: nn.Module | Iterable[nn.Module]) -> None:
     over that of the first unit. Collective: every rank that holds the model calls it, once it is
     materialised. Raises ConfigError, before anything is sent, for parameters on the meta device.
     """
-    for name, group, tensors in _held(model):
-        if group.size() == 1:
+    for held in _held(model):
+        if held.group.size() == 1:
             continue
-        with torch.no_grad(), stage("synchronize replicas", name, group):
-            message = torch.cat([_bytes(tensor) for _, tensor in tensors])
-            dist.broadcast(message, group=group, group_src=0)
-            sizes = [tensor.numel() * tensor.itemsize for _, tensor in tensors]
-            pieces = torch.split(message, sizes)
-            for (_, tensor), piece in zip(tensors, pieces, strict=True):
+        with torch.no_grad(), stage("synchronize replicas", held.name, held.group) as group:
+            tensors = list(held.tensors.values())
+            message = torch.cat([_bytes(tensor).to(held.device) for tensor in tensors])
+            if message.numel():
+                dist.broadcast(message, group=group, group_src=0)
+            sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
+            for tensor, piece in zip(tensors, torch.split(message, sizes), strict=True):
                 flat = tensor if tensor.is_contiguous() else tensor.contiguous()
                 _bytes(flat).copy_(piece)
                 if flat is not tensor:
@@ -39,54 +42,82 @@ def synchronize_replicas(model: nn.Module | Iterable[nn.Module]) -> None:
 def check_replicas(model: nn.Module | Iterable[nn.Module]) -> None:
     """Raise ReplicaError, on every rank, if a parameter or buffer differs between replicas.
 
-    One checksum a tensor, two small messages a unit: cheap beside a step. It sees any change of one
-    element, not every change of several. Collective: every rank that holds the model calls it.
+    One checksum a tensor, one small message a unit and one over the world: cheap beside a step. It
+    sees any change of a single number, and all but a vanishing part of the others. The error names
+    what differs. Collective: every rank of the world calls it.
     """
     differing: list[str] = []
-    units = units_of(model)
-    for _, group, tensors in _held(model):
-        if group.size() > 1:
-            sums = torch.stack([_checksum(tensor) for _, tensor in tensors])
+    device = torch.device("cpu")
+    for held in _held(model):
+        device = held.device
+        if held.group.size() > 1:
+            sums = torch.stack([_checksum(its).to(device) for its in held.tensors.values()])
             both = torch.cat([sums, -sums])
-            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+            with stage("check replicas", held.name, held.group) as group:
+                dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
             unequal = (both[: len(sums)] != -both[len(sums) :]).tolist()
-            differing += [name for (name, _), bad in zip(tensors, unequal, strict=True) if bad]
-    anywhere = _anywhere(units, bool(differing))
-    if differing:
-        raise ReplicaError(
-            f"replicas differ in {', '.join(differing)}: call synchronize_replicas(model) to start "
-            "equal, and give every replica the same number of optimizer steps"
-        )
-    if anywhere:
-        raise ReplicaError("replicas differ in a shard of another rank, which names the parameter")
+            differing += [name for name, bad in zip(held.tensors, unequal, strict=True) if bad]
+    anywhere = torch.tensor(int(bool(differing)), dtype=torch.int32, device=device)
+    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+    if not anywhere.item():
+        return
+    said: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(said, differing)
+    names = list(dict.fromkeys(name for theirs in said for name in theirs))
+    raise ReplicaError(
+        f"replicas differ in {', '.join(names)}: call synchronize_replicas(model) to start equal, "
+        "and give every replica the same number of optimizer steps"
+    )
 
 
-def _held(
-    model: nn.Module | Iterable[nn.Module],
-) -> Iterator[tuple[str, dist.ProcessGroup, list[tuple[str, torch.Tensor]]]]:
-    """Unit name, replication group and local tensors, in an order that all replicas share."""
+@dataclass(frozen=True)
+class _Held:
+    """What the ranks of one replication group hold alike."""
+
+    name: str
+    group: dist.ProcessGroup
+    device: torch.device  # where messages are made; shards lie elsewhere under CPU offload
+    tensors: dict[str, torch.Tensor]  # local, by the name in the model
+
+
+def _held(model: nn.Module | Iterable[nn.Module]) -> list[_Held]:
+    """Unit by unit, in an order that all replicas share; then what is in no unit."""
     parts = [model] if isinstance(model, nn.Module) else list(model)
-    mine = {id(param.parameter) for unit in units_of(parts) for param in unit.params}
-    held: list[tuple[str, dist.ProcessGroup, list[tuple[str, torch.Tensor]]]] = [
-        (unit.name, unit.replicate_group, [(param.name, param.local) for param in unit.params])
-        for unit in units_of(parts)
+    units = units_of(parts)
+    mine = {(unit.part, param.name) for unit in units for param in unit.params}
+    label = "part {}, {}" if len(parts) > 1 else "{1}"
+    held = [
+        _Held(
+            unit.name,
+            unit.replicate_group,
+            unit.device,
+            {label.format(unit.part, param.name): param.local for param in unit.params},
+        )
+        for unit in units
         if unit.replicate_group is not None
     ]
-    others = [
-        (name, local_of(tensor.detach()))
-        for part in parts
+    others = {
+        label.format(number, name): local_of(tensor.detach())
+        for number, part in enumerate(parts)
         for name, tensor in (*part.named_buffers(), *part.named_parameters())
-        if id(tensor) not in mine
-    ]
+        if (number, name) not in mine
+    }
     if held and others:
-        held.append(("(buffers and parameters outside FSDP)", held[0][1], others))
-    meta = [name for _, _, tensors in held for name, tensor in tensors if tensor.is_meta]
+        first = held[0]
+        held.append(
+            _Held("(buffers and parameters outside FSDP)", first.group, first.device, others)
+        )
+    meta = [name for its in held for name, tensor in its.tensors.items() if tensor.is_meta]
     if meta:
         raise ConfigError(
             f"{meta[0]} is on the meta device: call model.to_empty(device=...) and initialise, or "
             "load a checkpoint, before replicas are made equal"
         )
-    yield from held
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a root that ran would go on with its unsharded copy
+    return held
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,19 +125,16 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    # Bytes weighted by their position in a word, so that swapped bytes show; int64 wraps, the same
-    # way on every rank.
-    flat = _bytes(tensor).to(torch.int64)
-    weights = torch.arange(1, flat.numel() + 1, device=flat.device).remainder_(65521).add_(1)
-    return (flat * weights).sum()
+    """An int64 that differs when one number does: odd weights have an inverse modulo 2**64."""
+    whole = tensor.detach().contiguous().view(-1)
+    numbers = whole.view(_INTEGERS[min(whole.itemsize, 8)])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, numbers.numel(), _CHUNK):  # int64 copies of whole shards would be large
+        some = numbers[start : start + _CHUNK].to(torch.int64)
+        places = torch.arange(start, start + some.numel(), device=tensor.device)
+        total += (some * (2 * places + 1)).sum()  # wraps, the same way on every rank
+    return total
 
 
-def _anywhere(units: list[Unit], flag: bool) -> bool:
-    """Whether any rank of the partition groups says so."""
-    for unit in units:
-        if unit.shard_group is not None and unit.shard_group.size() > 1:
-            said = torch.tensor(int(flag), dtype=torch.int32, device=unit.device)
-            dist.all_reduce(said, op=dist.ReduceOp.MAX, group=unit.shard_group)
-            flag = bool(said.item())
-            break
-    return flag
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 2**22

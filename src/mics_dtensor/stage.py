@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
@@ -22,3 +25,38 @@ def stage(what: str, unit: str, group: dist.ProcessGroup) -> Iterator[dist.Proce
                 f"{what} failed for unit {unit or '(unnamed)'} on rank {dist.get_rank()}, in the "
                 f"group of ranks {dist.get_process_group_ranks(group)}: {error}"
             ) from error
+
+
+class StageWork(dist.Work):
+    """The Work of a stage's last message: waiting names the stage where it fails.
+
+    A subclass, since FSDP2 waits for a Work and for nothing else. Holds the stage's buffers.
+    """
+
+    def __init__(
+        self,
+        work: dist.Work,
+        named: tuple[str, str, dist.ProcessGroup],  # what, unit, group: as of `stage`
+        *buffers: torch.Tensor,
+    ) -> None:
+        super().__init__()
+        self._work = work
+        self._named = named
+        self._buffers = buffers
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until the message is here (on CUDA: until the current stream may use it)."""
+        with stage(*self._named):
+            return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
+
+    def is_completed(self) -> bool:
+        """Whether the message is here."""
+        return bool(self._work.is_completed())
+
+    def synchronize(self) -> None:
+        """Make the current stream wait, without a timeout."""
+        self._work.synchronize()
+
+    def get_future(self) -> Any:
+        """The future of the message."""
+        return self._work.get_future()

@@ -48,7 +48,8 @@ BAD = {
     ("errors", "from mics_dtensor.upstream import x"): "errors may not import upstream",
     ("mesh", "from mics_dtensor.plan.traffic import x"): "mesh may not import plan",
     ("collectives", "from mics_dtensor import audit"): "collectives may not import audit",
-    ("cli.plan", "from mics_dtensor import apply_mics"): "not a module of the order",
+    ("collectives", "from mics_dtensor import apply_mics"): "not a module of the order",
+    ("train.trainer", "from mics_dtensor import cli"): "train may not import cli",
     ("layout", "import mics_dtensor"): "not a module of the order",
     ("utils", ""): "utils has no place in the order",
     # private names
@@ -106,6 +107,7 @@ GOOD = [
     ("train.trainer", "from torchtitan.trainer import Trainer\nfrom mics_dtensor.apply import x"),
     ("train.trainer", "import os\nos.environ['RANK']\nlogging.basicConfig()"),
     ("train.trainer", "dist.init_process_group('gloo')"),
+    ("train.trainer", "from mics_dtensor import Layout, apply_mics"),
     ("train.device_shim", "from torchtitan.tools import _x\nx._y"),
     ("upstream", "from torch.distributed.fsdp._fully_shard import x\nx._get_fsdp_state()"),
     ("mesh", "init_device_mesh('cpu', (2,))\ndist.new_group([0])\nDeviceMesh('cpu', [0])"),

@@ -23,9 +23,9 @@ def layout_of(world: int, node: int, partition: int, tp: int = 1) -> Layout:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Any layout of up to 12 nodes of up to 16 ranks."""
-    node = draw(st.integers(1, 16))
-    topology = Topology.uniform(world_size=node * draw(st.integers(1, 12)), ranks_per_node=node)
+    """Any layout of up to 8 nodes of up to 12 ranks."""
+    node = draw(st.integers(1, 12))
+    topology = Topology.uniform(world_size=node * draw(st.integers(1, 8)), ranks_per_node=node)
     tp = draw(st.sampled_from(divisors(node)))
     partition = draw(st.sampled_from(partition_sizes(topology, tensor_parallel_size=tp)))
     return Layout(topology=topology, partition_size=partition, tensor_parallel_size=tp)

@@ -1,0 +1,28 @@
+"""The command `mics`: one file a subcommand. Errors are one sentence and a status of 2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from mics_dtensor.cli import explain
+from mics_dtensor.errors import MicsError
+
+COMMANDS: Mapping[str, Callable[[Sequence[str]], str]] = {"explain": explain.run}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `mics COMMAND ...`; returns the process's status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(f"usage: mics {{{','.join(COMMANDS)}}} ...\n\n{explain.SUMMARY}")
+        return 0 if words else 2
+    if words[0] not in COMMANDS:
+        print(f"mics: no command {words[0]}; there is {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        print(COMMANDS[words[0]](words[1:]))
+    except MicsError as error:
+        print(f"mics {words[0]}: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -32,7 +32,8 @@ class Unit:
 
     `shapes` are those of the parameters before sharding (one rank's part under tensor parallel),
     `frozen` those without gradients; itemsizes in bytes. `gathers` counts those of one micro-step:
-    2 if the backward gathers again.
+    2 if the backward gathers again. `reduces` counts the messages in which its gradients go: more
+    than one where parts of the unit are ready apart.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Unit:
     frozen: tuple[tuple[int, ...], ...] = ()
     count: int = 1
     gathers: int = 2
+    reduces: int = 1
     gather_itemsize: int = 4
     reduce_itemsize: int = 4
     hop_itemsize: int = 4
@@ -176,16 +178,19 @@ def _reduce(unit: Unit, options: Options) -> Iterator[Stage]:
     times = unit.count * options.num_micro_steps
     if unit.shard.size == 1:
         return
+    stages: list[Stage] = []
     if not _is_hierarchical(unit.shard, options):
-        yield _ring(unit, "reduce", "reduce_scatter", unit.shard, shard_bytes, times)
-        return
-    across, within = _split(unit.shard)
-    nodes = unit.shard.num_nodes
-    between: Collective = "all_to_all" if options.backend == "gloo" else "reduce_scatter"
-    yield _ring(
-        unit, "reduce within the node", "reduce_scatter", within, shard_bytes, times * nodes
-    )
-    yield _ring(unit, "reduce between nodes", between, across, shard_bytes, times)
+        stages.append(_ring(unit, "reduce", "reduce_scatter", unit.shard, shard_bytes, times))
+    else:
+        across, within = _split(unit.shard)
+        into = times * unit.shard.num_nodes
+        between: Collective = "all_to_all" if options.backend == "gloo" else "reduce_scatter"
+        stages += [
+            _ring(unit, "reduce within the node", "reduce_scatter", within, shard_bytes, into),
+            _ring(unit, "reduce between nodes", between, across, shard_bytes, times),
+        ]
+    for stage in stages:
+        yield replace(stage, calls=stage.calls * unit.reduces)
 
 
 def _boundary(units: Sequence[Unit], options: Options) -> Iterator[Stage]:

@@ -7,8 +7,8 @@ gathered and reduced in one message.
 
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from mics_dtensor.upstream.comm import coalescing, scale_, timeout_of
-from mics_dtensor.upstream.exchange import first_hop_only, reset_after_exception
+from mics_dtensor.upstream.comm import coalescing, norms_of, scale_, set_timeout, timeout_of
+from mics_dtensor.upstream.exchange import first_hop_only, reset_after_exception, whole_units
 from mics_dtensor.upstream.units import ShardedParameter, Unit, local_of, units_of
 
 __all__ = [
@@ -19,8 +19,11 @@ __all__ = [
     "coalescing",
     "first_hop_only",
     "local_of",
+    "norms_of",
     "reset_after_exception",
     "scale_",
+    "set_timeout",
     "timeout_of",
     "units_of",
+    "whole_units",
 ]

@@ -22,6 +22,14 @@ def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta |
     return timeout
 
 
+def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
+    """Set the timeout of a group (default: the world); public from torch 2.14 on."""
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(timeout, group)
+    else:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
 def scale_(tensors: list[torch.Tensor], factor: torch.Tensor, *, foreach: bool | None) -> None:
     """Multiply each tensor by a scalar tensor, in place."""
     if foreach is not False and tensors:
@@ -29,3 +37,20 @@ def scale_(tensors: list[torch.Tensor], factor: torch.Tensor, *, foreach: bool |
         return
     for tensor in tensors:
         tensor.mul_(factor)
+
+
+def norms_of(
+    tensors: list[torch.Tensor], norm_type: float, *, foreach: bool | None
+) -> list[torch.Tensor]:
+    """The norm of each tensor, in fp32 at least, in some order."""
+    norms: list[torch.Tensor] = []
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for (_, dtype), its in alike.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        if foreach is not False:
+            norms += torch._foreach_norm(its, norm_type, dtype=wide)
+        else:
+            norms += [torch.linalg.vector_norm(tensor, norm_type, dtype=wide) for tensor in its]
+    return norms

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -24,10 +25,15 @@ def first_hop_only(units: Sequence[Unit]) -> Iterator[None]:
 
     Each group's mesh_info is exchanged for one of the same mesh without the replicate axis;
     placements stay. On leaving ours becomes the original again, and what was written meanwhile
-    (lazy init, set_reshard_after_forward, set_separate_reduce_scatter_group) stays.
+    (lazy init, set_reshard_after_forward, set_separate_reduce_scatter_group) stays. The divide
+    factor of a unit with one shard is taken out: with it FSDP2 may divide twice (force-sum, fp16).
     """
     narrowed: dict[int, MeshInfo] = {}  # id(original) -> ours
+    factors: list[tuple[Any, float]] = []
     for unit in units:
+        if unit.num_shards == 1 and (factor := unit.group.gradient_divide_factor) is not None:
+            factors.append((unit.group, factor))
+            unit.group.gradient_divide_factor = None
         original = unit.group.mesh_info
         if not isinstance(original, DDPMeshInfo):
             continue
@@ -40,6 +46,9 @@ def first_hop_only(units: Sequence[Unit]) -> Iterator[None]:
     try:
         yield
     finally:
+        for group, factor in factors:
+            if group.gradient_divide_factor is None:
+                group.gradient_divide_factor = factor
         for ours in narrowed.values():
             _copy_reduce_scatter_group(ours, getattr(ours, ORIGINAL))
         for unit in units:
@@ -69,6 +78,45 @@ def _without_replicas(original: MeshInfo) -> MeshInfo:
 def _copy_reduce_scatter_group(source: MeshInfo, target: MeshInfo) -> None:
     if hasattr(source, "reduce_scatter_process_group"):  # torch >= 2.13
         target.reduce_scatter_process_group = source.reduce_scatter_process_group  # type: ignore[attr-defined]
+
+
+@contextmanager
+def whole_units(units: Sequence[Unit], foresee: Callable[[Unit], None]) -> Iterator[None]:
+    """Within, every unit that takes part in a backward is reduced whole, zeros where it was unused.
+
+    FSDP2 reduces what has a gradient on this rank; where ranks of a partition group have used
+    other parameters of a unit, it mixes them in silence, or hangs. `foresee` is called before,
+    while what this rank has used can be told. A unit out of the backward sends nothing, as before.
+    """
+    replaced = [(unit.group, vars(unit.group).get("post_backward")) for unit in units]
+    for unit in units:
+        unit.group.post_backward = partial(_post_backward, unit, unit.group.post_backward, foresee)
+    try:
+        yield
+    finally:
+        for group, before in replaced:
+            del group.post_backward
+            if before is not None:
+                group.post_backward = before
+
+
+def _post_backward(
+    unit: Unit, then: Callable[..., None], foresee: Callable[[Unit], None], *unused: Any
+) -> None:
+    foresee(unit)
+    state, group = unit.group._training_state, unit.group
+    # Of a group of several modules some may run alone (a loss in chunks): each call then reduces
+    # its own, and zeros for the others would be sent once a chunk.
+    in_part = len(getattr(group, "modules", ())) > 1 and state == TrainingState.FORWARD
+    has_gradient = any(param.has_unreduced_gradient() for param in unit.params)
+    if group.reduce_grads and not in_part and (has_gradient or state == TrainingState.PRE_BACKWARD):
+        for param in unit.params:
+            param.fill_unreduced_gradient()
+        if any(param.fsdp.unsharded_accumulated_grad is not None for param in unit.params):
+            for param in unit.params:  # of one dtype: FSDP2 asserts it
+                if param.has_unreduced_gradient():
+                    param.fsdp.to_accumulated_grad_if_needed()
+    then(*unused)
 
 
 def reset_after_exception(units: Sequence[Unit]) -> None:

@@ -80,6 +80,12 @@ class ShardedParameter:
             unsharded is not None and unsharded.grad is not None
         )
 
+    def fill_unreduced_gradient(self) -> None:
+        """Zeros, if a backward has left no gradient where it could have."""
+        unsharded = getattr(self.fsdp, "_unsharded_param", None)
+        if unsharded is not None and unsharded.requires_grad and not self.has_unreduced_gradient():
+            unsharded.grad = torch.zeros_like(unsharded, requires_grad=False)
+
     def drop_unreduced_gradient(self) -> None:
         """Forget such a gradient: zero_grad() reaches only the parameters the module shows."""
         self.fsdp.unsharded_accumulated_grad = None
@@ -139,6 +145,11 @@ class Unit:
         return 1 if self.replicate_group is None else self.replicate_group.size()
 
     @property
+    def num_shards(self) -> int:
+        """Ranks of the partition group."""
+        return 1 if self.shard_group is None else self.shard_group.size()
+
+    @property
     def mesh_axes(self) -> tuple[int | None, int | None]:
         """Positions of the replicate and the shard axis in `mesh`."""
         info = self.mesh_info
@@ -170,6 +181,11 @@ class Unit:
     def reduces_gradients(self) -> bool:
         """False after set_requires_gradient_sync(False)."""
         return bool(self.group.reduce_grads)
+
+    @property
+    def reduces_unused_parameters(self) -> bool:
+        """Whether the user wants zeros in place of None (set_reduce_scatter_unused_params)."""
+        return bool(getattr(self.group, "reduce_scatter_unused_params", False))  # torch >= 2.13
 
     @property
     def has_pending_partial_sum(self) -> bool:

@@ -1,0 +1,128 @@
+"""A bucket: the gradients of whole units that share one message of the second hop.
+
+After FSDP2's first reduction the gradients of a unit lie in one flat storage, which is sent as it
+lies; only buckets of several units, or of another dtype, are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+from mics_dtensor.gradient import Gradient
+from mics_dtensor.stage import stage
+from mics_dtensor.upstream import Unit
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a bucket is while it crosses the replicas: one asynchronous all-reduce, a sum.
+
+    `dtype` None is the unit's reduce dtype: what plain HSDP would send.
+    """
+
+    dtype: torch.dtype | None = None
+
+    def dtype_for(self, unit: Unit) -> torch.dtype:
+        """The dtype on the wire."""
+        return self.dtype or unit.reduce_dtype
+
+    def send(self, flat: torch.Tensor, *, group: dist.ProcessGroup) -> dist.Work:
+        """Start; `flat` holds the sum when the work is done. Collective over `group`."""
+        work: dist.Work = dist.all_reduce(flat, group=group, async_op=True)
+        return work
+
+
+@dataclass(eq=False)
+class Bucket:
+    """The gradients of whole units that share a message."""
+
+    names: str
+    gradients: list[Gradient]
+    device: torch.device
+    dtype: torch.dtype
+    divisor: float
+    group: dist.ProcessGroup | None  # None where there is one replica: nothing is sent
+    flat: torch.Tensor | None = None  # from launch to landing
+    pieces: list[torch.Tensor] = field(default_factory=list)  # of `flat`, one a gradient
+    work: dist.Work | None = None
+
+    @torch.no_grad()
+    def launch(self, message: Message) -> None:
+        """Take the gradients out and start the message. Collective over the replication group.
+
+        Runs on the stream on which the gradients are ready: FSDP2's reduce-scatter stream from a
+        hook, the default one after the backward. `flat` is held until it has landed.
+        """
+        values: list[torch.Tensor | None] = [gradient.take() for gradient in self.gradients]
+        self.flat = self._as_it_lies(values)
+        if self.flat is not None:
+            self.pieces = [value for value in values if value is not None]
+        else:
+            starts, end = self._places()
+            sizes = [gradient.param.local.numel() for gradient in self.gradients]
+            self.flat = torch.zeros(end, dtype=self.dtype, device=self.device)
+            self.pieces = [self.flat[at : at + n] for at, n in zip(starts, sizes, strict=True)]
+            for piece, value in zip(self.pieces, values, strict=True):
+                if value is not None:
+                    piece.copy_(value.reshape(-1))
+        if self.dtype == torch.float16:
+            self.flat.div_(self.divisor)  # before the sum, which could overflow
+        if self.group is not None and self.flat.numel():
+            with stage("second hop", self.names, self.group) as group:
+                self.work = message.send(self.flat, group=group)
+
+    def wait(self) -> None:
+        """Until the sum is here (on CUDA: until the current stream may use it)."""
+        if self.work is not None and self.group is not None:
+            with stage("second hop", self.names, self.group):
+                self.work.wait()
+            self.work = None
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Scale, and give every gradient its piece."""
+        if self.flat is None:
+            return
+        if self.divisor != 1 and self.dtype != torch.float16:
+            self.flat.div_(self.divisor)
+        for gradient, piece in zip(self.gradients, self.pieces, strict=True):
+            gradient.put(piece)
+        self.flat, self.pieces = None, []
+
+    def only(self, wanted: Sequence[bool]) -> None:
+        """Keep the gradients that some replica has."""
+        chosen = [keep for keep in range(len(wanted)) if wanted[keep]]
+        self.gradients = [self.gradients[keep] for keep in chosen]
+        self.pieces = [self.pieces[keep] for keep in chosen] if self.pieces else []
+
+    def _as_it_lies(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """The flat storage that all values are views of, in order, padded; else None."""
+        if not values or values[0] is None:
+            return None
+        first, (starts, end) = values[0], self._places()
+        storage, offset = first.untyped_storage(), int(first.storage_offset())
+        for value, start in zip(values, starts, strict=True):
+            if (
+                value is None
+                or (value.dtype, value.device) != (self.dtype, self.device)
+                or not value.is_contiguous()
+                or value.untyped_storage().data_ptr() != storage.data_ptr()
+                or value.storage_offset() != offset + start
+            ):
+                return None
+        return torch.as_strided(first, (end,), (1,), offset)
+
+    def _places(self) -> tuple[list[int], int]:
+        """Where each gradient starts in the message, and where the last ends.
+
+        Padded as FSDP2 pads, also where the message is a copy: another replica may send it as it
+        lies, and both must be of one size.
+        """
+        padded = [gradient.param.padded_numel for gradient in self.gradients]
+        starts = list(accumulate(padded, initial=0))[: len(padded)]
+        return starts, starts[-1] + self.gradients[-1].param.local.numel() if starts else 0

@@ -1,0 +1,70 @@
+"""Units of traffic from the shapes of a preset, as torchtitan's `parallelize` makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mics_dtensor.errors import PlanError
+from mics_dtensor.layout import Layout
+from mics_dtensor.plan.presets import Preset, UnitShapes
+from mics_dtensor.plan.traffic import Unit
+
+COLUMNS = ("wqkv", "wq", "wk", "wv", "w1", "w3", "tok_embeddings", "lm_head")
+ROWS = ("wo", "w2")
+"""Tensor parallel cuts the first in dim 0 and the second in dim 1; norms are whole everywhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How units gather and reduce: bytes of an element, and what stays gathered."""
+
+    gather_itemsize: int = 2
+    reduce_itemsize: int = 4
+    reshard_after_forward: str = "default"
+    chunked_loss: bool = True
+    """torchtitan's ChunkedLossWrapper frees the unit of lm_head before its backward is over."""
+
+
+def traffic_units(preset: Preset, layout: Layout, policy: Policy) -> tuple[Unit, ...]:
+    """The FSDP units of a preset on a layout; PlanError where tensor parallel cuts experts."""
+    return tuple(
+        Unit(
+            name=unit.name,
+            count=unit.count,
+            shapes=tuple(_shapes(unit, layout)),
+            shard=layout.shard_shape,
+            replicate=layout.replicate_shape,
+            gathers=_gathers(unit, policy),
+            gather_itemsize=policy.gather_itemsize,
+            reduce_itemsize=policy.reduce_itemsize,
+            hop_itemsize=policy.reduce_itemsize,
+        )
+        for unit in preset.units
+    )
+
+
+def _gathers(unit: UnitShapes, policy: Policy) -> int:
+    """The last unit is used again at once: by default torchtitan leaves it gathered."""
+    has_head = "lm_head" in unit.name
+    reshards = policy.reshard_after_forward == "always"
+    reshards |= policy.reshard_after_forward == "default" and not has_head
+    return 1 + reshards + (has_head and policy.chunked_loss)
+
+
+def _shapes(unit: UnitShapes, layout: Layout) -> Iterator[tuple[int, ...]]:
+    tp = layout.tensor_parallel_size
+    for name, shape in unit.parameters:
+        if "experts" in name:
+            if tp > 1:
+                raise PlanError("no shapes of experts under tensor parallel are known yet")
+            # torchtitan cuts dim 1 where there are more shards than experts; FSDP pads that dim.
+            if len(shape) > 1 and layout.partition_size > shape[0] and ".inner_experts." in name:
+                shape = (shape[1], shape[0], *shape[2:])
+        elif tp > 1:
+            kind = name.removesuffix(".weight").rpartition(".")[2]
+            if kind in COLUMNS:
+                shape = (shape[0] // tp, *shape[1:])
+            elif kind in ROWS:
+                shape = (shape[0], shape[1] // tp)
+        yield shape

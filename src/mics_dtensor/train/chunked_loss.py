@@ -1,0 +1,60 @@
+"""What torchtitan's chunked loss does to the unit of norm and lm_head, and what that sends.
+
+The loss runs lm_head slice by slice, with the unit's flags switched by hand, and reshards it before
+the norm's backward. So the unit is gathered once more than others are, and its two parameters are
+reduced in messages of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
+
+from mics_dtensor.explanation import Explanation
+from mics_dtensor.plan.traffic import Options, over_all_ranks, step_traffic
+from mics_dtensor.topology import Topology
+from mics_dtensor.upstream import Unit
+
+
+class HeadUnit:
+    """The FSDP unit that holds lm_head. One that exists is switched by the loss."""
+
+    def __init__(self, unit: Unit, lm_head: FSDPModule) -> None:
+        self.unit, self.lm_head = unit, lm_head
+        self.reshards_after_forward = unit.reshards_after_forward
+
+    @classmethod
+    def of(cls, loss: BaseLoss, units: list[Unit]) -> HeadUnit | None:
+        """The unit that `loss` switches, if it is a chunked loss and lm_head is sharded here."""
+        lm_head: nn.Module | None = getattr(loss, "lm_head", None)
+        if not isinstance(loss, ChunkedLossWrapper) or lm_head is None:
+            return None
+        weights = {id(parameter) for parameter in lm_head.parameters()}
+        holds = (u for u in units if any(id(p.parameter) in weights for p in u.params))
+        unit = next(holds, None)
+        if unit is None or not isinstance(lm_head, FSDPModule):
+            return None
+        return cls(unit, lm_head)
+
+    def restore(self) -> None:
+        """Undo what the loss leaves behind: it sets the flag to True, whatever it was.
+
+        Without this the largest unit of the model is gathered three times a micro-step, not twice.
+        """
+        self.lm_head.set_reshard_after_forward(self.reshards_after_forward, recurse=False)
+
+    def explained(self, told: Explanation, topology: Topology, options: Options) -> Explanation:
+        """`told`, with what the loss makes of this unit; plain FSDP would have the same loss."""
+        units = tuple(
+            replace(each, gathers=each.gathers + 1, reduces=len(each.shapes))
+            if each.name == self.unit.name
+            else each
+            for each in told.units
+        )
+        plain = over_all_ranks(
+            units, num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node
+        )
+        return Explanation(units, step_traffic(units, options), step_traffic(plain, options))

@@ -1,0 +1,234 @@
+"""What a run reads: the built-in text, a local file, or a data set that torchtitan knows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mics_dtensor.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.tokenizer import BaseTokenizer
+
+    from mics_dtensor.train.config import RunConfig
+    from mics_dtensor.train.tables_job import Training, Validation
+
+PYTHON_DOCS = "python_docs"
+# The name under which torchtitan's registry of data sets finds our reader of local files.
+LOCAL_FILE = "local_file"
+# The reader of Hugging Face `datasets` for each kind of file.
+READERS = {".jsonl": "json", ".txt": "text", ".parquet": "parquet"}
+
+
+def dataloader_config(config: RunConfig) -> BaseDataLoader.Config:
+    """The Config whose `build` makes torchtitan's stateful loader. No file is opened yet."""
+    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+
+    register()
+    training = config.training
+    local = local_file(training.dataset_path)
+    return HuggingFaceTextDataLoader.Config(
+        dataset=LOCAL_FILE if local else training.dataset,
+        dataset_path=training.dataset_path,
+        infinite=True,
+    )
+
+
+def tokenizer_config(config: RunConfig) -> BaseTokenizer.Config:
+    """The Config whose `build` makes the tokenizer: the one that the run names, or ours."""
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+    from mics_dtensor.train.tokenizer import BuiltInTokenizer
+
+    if assets_path(config):
+        return HuggingFaceTokenizer.Config()
+    return BuiltInTokenizer.Config(cache_dir=str(Path(config.job.dump_folder) / "tokenizer"))
+
+
+def assets_path(config: RunConfig) -> str:
+    """The folder of the tokenizer; "" stands for the built-in one. The older name wins, as ever."""
+    return config.model.tokenizer_path or config.model.hf_assets_path
+
+
+def register() -> None:
+    """Tell torchtitan's registry our two names. Twice is the same as once."""
+    from torchtitan.hf_datasets import DatasetConfig
+    from torchtitan.hf_datasets.text_datasets import DATASETS
+
+    DATASETS[PYTHON_DOCS] = DatasetConfig(
+        path="pydoc_data.topics", loader=_load_python_docs, sample_processor=_text_of
+    )
+    DATASETS[LOCAL_FILE] = DatasetConfig(
+        path="", loader=_load_local_file, sample_processor=_text_of
+    )
+
+
+def local_file(path: str | None) -> Path | None:
+    """The file that a `dataset_path` names; None for a folder or a Hugging Face name."""
+    return Path(path) if path and Path(path).suffix in READERS else None
+
+
+def check_data(config: RunConfig, *, num_readers: int) -> None:
+    """Refuse data that cannot be read; `num_readers` data-parallel ranks each need a document.
+
+    Reads no more of a file than that takes. Raises ConfigError, on this rank alone: another node
+    may have the file. The program compares the ranks' answers before it goes on.
+    """
+    tables: list[tuple[str, Training | Validation]] = [("training", config.training)]
+    if config.validation.enable:
+        tables.append(("validation", config.validation))
+    for table, read in tables:
+        given = f"{table}.dataset_path {read.dataset_path!r}"
+        path = local_file(read.dataset_path)
+        if path is not None:
+            _check_file(path, given, num_readers)
+        else:
+            _check_named(table, read.dataset, read.dataset_path)
+    assets = assets_path(config)
+    if assets and not _holds_tokenizer(Path(assets)):
+        raise ConfigError(
+            f"model.hf_assets_path {assets!r} holds no tokenizer.json, vocab.json or vocab.txt; "
+            'name the folder of one, or write hf_assets_path = "" for the built-in tokenizer'
+        )
+
+
+def _check_named(table: str, dataset: str, path: str | None) -> None:
+    from torchtitan.hf_datasets.text_datasets import DATASETS
+
+    register()
+    names = sorted(set(DATASETS) - {LOCAL_FILE})
+    if dataset.lower() not in names:
+        raise ConfigError(
+            f"{table}.dataset {dataset!r} is not known; choose from {', '.join(names)}, or name a "
+            f"file ({', '.join(READERS)}) in {table}.dataset_path"
+        )
+    where = path or DATASETS[dataset.lower()].path
+    if Path(where).is_file():
+        raise ConfigError(
+            f"{table}.dataset_path {where!r} is a file of unknown kind; its name must end in one "
+            f"of {', '.join(READERS)}"
+        )
+    # "allenai/c4" is a name on the Hugging Face Hub; these are folders of this machine.
+    is_local = where.startswith((".", "/", "~")) or where.count("/") > 1
+    if is_local and not Path(where).is_dir():
+        raise ConfigError(
+            f"{table}.dataset {dataset!r} lies in the folder {where!r}, which does not exist; name "
+            f"one that does, or a file ({', '.join(READERS)}), in {table}.dataset_path, or set "
+            f"{table}.dataset to {PYTHON_DOCS!r}, which needs neither"
+        )
+
+
+def _check_file(path: Path, given: str, num_readers: int) -> None:
+    if not path.is_file():
+        raise ConfigError(
+            f"{given} does not exist; name a {', '.join(READERS)} file that does, or set dataset "
+            f"to {PYTHON_DOCS!r} and delete dataset_path for text that needs no file"
+        )
+    if path.stat().st_size == 0:
+        raise ConfigError(f"{given} is empty; it must hold at least {num_readers} documents")
+    found = sum(1 for _ in zip(range(num_readers), _documents(path, given), strict=False))
+    if found < num_readers:
+        raise ConfigError(
+            f"{given} holds {found} documents, fewer than the {num_readers} data-parallel ranks, "
+            "each of which reads its own; give more documents or start fewer ranks"
+        )
+
+
+def _documents(path: Path, given: str) -> Iterator[str]:
+    """The documents of a local file from its beginning, each held against what is asked of it."""
+    if path.suffix == ".parquet":
+        yield from _documents_of_parquet(path, given)
+        return
+    try:
+        with path.open(encoding="utf-8") as file:
+            if path.suffix == ".txt":
+                yield from _documents_of_text(file, by_paragraph=_has_paragraphs(path))
+                return
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _document_of_json(line, f"{given}, line {number},")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{given} is not UTF-8 text ({error}); convert it first") from None
+
+
+def _has_paragraphs(path: Path) -> bool:
+    """Whether a blank line stands anywhere in a text file: then those separate its documents."""
+    with path.open(encoding="utf-8") as file:
+        file.readline()
+        return any(line == "\n" for line in file)
+
+
+def _documents_of_text(lines: Iterable[str], *, by_paragraph: bool) -> Iterator[str]:
+    """One a paragraph, or else one a line."""
+    document = ""
+    for line in lines:
+        document += line
+        if document.strip() and (line == "\n" or not by_paragraph):
+            yield document
+            document = ""
+    if document.strip():
+        yield document
+
+
+def _document_of_json(line: str, given: str) -> str:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f'{given} is not JSON ({error}); each line must be an object with a string "text"'
+        ) from None
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+        raise ConfigError(f'{given} is not an object with a string "text", as each line must be')
+    return str(record["text"])
+
+
+def _documents_of_parquet(path: Path, given: str) -> Iterator[str]:
+    import pyarrow as arrow  # type: ignore[import-untyped]
+    import pyarrow.parquet as parquet  # type: ignore[import-untyped]
+
+    try:
+        file = parquet.ParquetFile(path)
+    except arrow.ArrowInvalid as error:
+        raise ConfigError(f"{given} is not a Parquet file ({error})") from None
+    columns = file.schema_arrow.names
+    if "text" not in columns:
+        raise ConfigError(f'{given} has the columns {columns}; one of strings, "text", is needed')
+    for batch in file.iter_batches(columns=["text"]):
+        for document in batch.column(0).to_pylist():
+            if not isinstance(document, str):
+                raise ConfigError(f'{given} holds {document!r} in "text", which must be a string')
+            yield document
+
+
+def _holds_tokenizer(folder: Path) -> bool:
+    return any((folder / n).is_file() for n in ("tokenizer.json", "vocab.json", "vocab.txt"))
+
+
+def _text_of(record: dict[str, Any]) -> str:
+    return str(record["text"])
+
+
+def _load_python_docs(path: str) -> Any:
+    """A map-style data set: torchtitan's loader shuffles it anew each time it begins again."""
+    from datasets import Dataset
+
+    from mics_dtensor.train.text import python_docs
+
+    del path
+    return Dataset.from_dict({"text": python_docs()})
+
+
+def _load_local_file(path: str) -> Any:
+    """A map-style data set, memory-mapped from the cache of `datasets`, so a file may be large."""
+    from datasets import load_dataset
+
+    kind = READERS[Path(path).suffix]
+    options: dict[str, Any] = {}
+    if kind == "text":
+        options["sample_by"] = "paragraph" if _has_paragraphs(Path(path)) else "line"
+    elif kind == "parquet":
+        options["columns"] = ["text"]
+    return load_dataset(kind, data_files=path, split="train", **options)

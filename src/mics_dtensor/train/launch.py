@@ -1,0 +1,90 @@
+"""What the launcher told this process, and how the ranks agree to stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from mics_dtensor.errors import ConfigError, MicsError
+
+Result = TypeVar("Result")
+
+WAIT_FOR_RANK_0_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """The place of this process among those that torchrun started."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] = os.environ) -> Launch:
+        """From torchrun's variables. Raises ConfigError where they are missing."""
+        try:
+            return cls(
+                rank=int(environ["RANK"]),
+                local_rank=int(environ["LOCAL_RANK"]),
+                world_size=int(environ["WORLD_SIZE"]),
+                local_world_size=int(environ["LOCAL_WORLD_SIZE"]),
+            )
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"the ranks must be started by torchrun, but its variable {error} is not there; "
+                "for four ranks on this machine: torchrun --nproc-per-node 4 -m mics_dtensor.train "
+                "--config-file train_configs/debug.toml"
+            ) from None
+
+
+def configure_logging(*, rank: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Log as torchtitan does; from ranks that LOG_RANK (default 0) does not list, errors alone."""
+    from torchtitan.tools.logging import init_logger
+
+    init_logger()
+    if str(rank) not in environ.get("LOG_RANK", "0").split(","):
+        logging.getLogger().setLevel(logging.ERROR)
+
+
+def agreed(question: Callable[[], Result]) -> Result:
+    """The answer to `question` on this rank, if it has one on every rank.
+
+    Collective over the world. Raises the first rank's error on every rank, so that none goes on to
+    wait for one that stopped: a file may be missing on one node alone.
+    """
+    answer: list[Result] = []
+    error: MicsError | None = None
+    try:
+        answer.append(question())
+    except MicsError as raised:
+        error = raised
+    told: list[tuple[type[MicsError], str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, None if error is None else (type(error), str(error)))
+    for rank, refusal in enumerate(told):
+        if refusal is not None:
+            kind, words = refusal
+            everywhere = all(told)
+            raise kind(words if everywhere else f"{words} (on rank {rank})")
+    return answer[0]
+
+
+def say_and_stop(error: MicsError, *, rank: int, local_rank: int) -> int:
+    """Print the sentence once, from rank 0; the exit status of every rank.
+
+    torchrun ends all ranks as soon as one has ended: the others wait until rank 0 has spoken. Where
+    it had nothing to say (a file that is missing on one node alone), that node's first rank does.
+    """
+    if rank != 0:
+        time.sleep(WAIT_FOR_RANK_0_S)
+    if rank == 0 or (local_rank == 0 and not dist.is_initialized()):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return 1

@@ -1,0 +1,184 @@
+"""A run from its TOML and the command line: command line > file > default.
+
+Nothing is dropped or repaired: a key that nobody knows, a value of another type and a wish that
+torchtitan 0.3.0 cannot honour are refused. Needs neither torch nor torchtitan.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mics_dtensor.errors import ConfigError
+from mics_dtensor.train.arguments import read_arguments
+from mics_dtensor.train.config import RunConfig, config_keys
+from mics_dtensor.train.key import replace_at, value_at
+from mics_dtensor.train.names import check_known
+from mics_dtensor.train.rows import lost_models, renamed_flavors, rows
+from mics_dtensor.train.values import converted, shown
+
+CONVERTERS = (
+    "quantize.linear.float8",
+    "quantize.linear.mx",
+    "quantize.grouped_mm.float8",
+    "quantize.grouped_mm.mx",
+)
+"""What [model] converters may hold; files also write "float8" and "mx" for the first two."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A configuration and where each value came from."""
+
+    config: RunConfig
+    origin: Mapping[str, str]
+    """By dotted key: "default", "file X", "command line", or the key that filled it."""
+    inert: tuple[str, ...]
+    """Keys that the file or the command line sets and that do nothing, each with the reason."""
+    path: Path
+
+
+def load(argv: Sequence[str]) -> Run:
+    """The run of `--config-file X.toml [--section.key value | --section.key=value ...]`.
+
+    Raises ConfigError, in one sentence that names what was given and what would work.
+    """
+    path, overrides = read_arguments(argv)
+    file = _read(path)
+    check_known(file, f"file {path}")
+    config, origin = RunConfig(), dict.fromkeys(config_keys(), "default")
+    for source, given in ((f"file {path}", file), ("command line", overrides)):
+        for name, value in given.items():
+            value = converted(config_keys()[name], value, source)
+            config = replace_at(config, name, value)
+            origin[name] = source
+    short = {"float8": CONVERTERS[0], "mx": CONVERTERS[1]}
+    converters = tuple(short.get(name, name) for name in config.model.converters)
+    config = replace_at(config, "model.converters", converters)
+    _refuse_what_cannot_be(config, origin)
+    return Run(config=config, origin=origin, inert=_inert(config, origin), path=path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The file's keys by dotted name."""
+    try:
+        read = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}; --config-file wants a TOML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    return flattened(read)
+
+
+def flattened(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key; an empty table stays, so that an unknown one is seen."""
+    flat: dict[str, Any] = {}
+    for name, value in tables.items():
+        if isinstance(value, dict) and value:
+            flat |= flattened(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return {name: value for name, value in flat.items() if value != {} or not _is_table(name)}
+
+
+def _is_table(name: str) -> bool:
+    return any(known.startswith(f"{name}.") for known in config_keys())
+
+
+def _refuse_what_cannot_be(config: RunConfig, origin: Mapping[str, str]) -> None:
+    if text := lost_models().get(config.model.name):
+        raise ConfigError(f'[model] name = "{config.model.name}": {text}')
+    if new := renamed_flavors().get(f"{config.model.name}.{config.model.flavor}"):
+        write = " and ".join(f'{key} = "{value}"' for key, value in new.items())
+        raise ConfigError(
+            f'[model] flavor = "{config.model.flavor}" has another name in torchtitan 0.3: '
+            f"write {write} in [model]"
+        )
+    if unknown := [name for name in config.model.converters if name not in CONVERTERS]:
+        raise ConfigError(
+            f"[model] converters holds {', '.join(map(repr, unknown))}; choose from "
+            f"{list(CONVERTERS)}"
+        )
+    refused = [row for row in rows().values() if row.is_refused(config)]
+    # What was written is told before what would have followed from a default.
+    refused = [row for row in refused if origin[row.key] != "default"] or refused
+    by_reason: dict[str, list[str]] = {}
+    for row in refused:
+        given = f"{row.key} = {shown(value_at(config, row.key))}"
+        by_reason.setdefault(row.refuse or "", []).append(given)
+    if by_reason:
+        raise ConfigError("; ".join(f"{', '.join(g)}: {why}" for why, g in by_reason.items()))
+    for key in config_keys().values():
+        value = value_at(config, key.name)
+        if key.reserved and value != key.default:
+            raise ConfigError(
+                f"{key.name} = {shown(value)}: not yet; the key is reserved, delete the line"
+            )
+    _refuse_numbers(config)
+
+
+def _refuse_numbers(config: RunConfig) -> None:
+    mics, training = config.mics, config.training
+    if mics.partition_size == "auto":
+        raise ConfigError(
+            'mics.partition_size = "auto": not yet, the planner is not built; write "node" or a '
+            "number of ranks"
+        )
+    if isinstance(mics.partition_size, str) and mics.partition_size != "node":
+        raise ConfigError(
+            f'mics.partition_size = "{mics.partition_size}"; write "node" or a number of ranks'
+        )
+    parallelism, validation = config.parallelism, config.validation
+    positive = {
+        "parallelism.pipeline_parallel_degree": parallelism.pipeline_parallel_degree,
+        "parallelism.context_parallel_degree": parallelism.context_parallel_degree,
+        "parallelism.tensor_parallel_degree": parallelism.tensor_parallel_degree,
+        "parallelism.expert_parallel_degree": parallelism.expert_parallel_degree,
+        "mics.partition_size": mics.partition_size,
+        "mics.ranks_per_node": mics.ranks_per_node,
+        "training.local_batch_size": training.local_batch_size,
+        "training.seq_len": training.seq_len,
+        "training.steps": training.steps,
+        "loss.num_chunks": config.loss.num_chunks,
+        "model.n_layers": config.model.n_layers,
+        "metrics.log_freq": config.metrics.log_freq,
+    }
+    for name, value in positive.items():
+        if isinstance(value, int) and value < 1:
+            raise ConfigError(f"{name} = {value}; it must be 1 or more")
+    chunks = config.loss.num_chunks
+    part = training.seq_len // parallelism.context_parallel_degree
+    if chunks is not None and part % chunks:
+        raise ConfigError(
+            f"loss.num_chunks {chunks} does not divide the {part} tokens that a rank has of a "
+            "sequence; delete the line, or write a number that does"
+        )
+    if validation.enable and validation.seq_len > training.seq_len:
+        raise ConfigError(
+            f"validation.seq_len {validation.seq_len} is longer than training.seq_len "
+            f"{training.seq_len}, for which torchtitan 0.3 lays out positions; write at most that"
+        )
+
+
+def _inert(config: RunConfig, origin: Mapping[str, str]) -> tuple[str, ...]:
+    listed = []
+    for row in rows().values():
+        if origin[row.key] != "default" and row.is_inert(config):
+            why = _switched_off(row.off_when) if row.is_off(config) else row.note
+            listed.append(f"{row.key} = {shown(value_at(config, row.key))}: {why}")
+    return tuple(listed)
+
+
+def _switched_off(conditions: Sequence[Mapping[str, Any]]) -> str:
+    told = [
+        f"{each['key']} lacks {each['lacks']}"
+        if "lacks" in each
+        else f"{each['key']} is {shown(each['is'])}"
+        for each in conditions
+    ]
+    return f"off, since {' or '.join(told)}"

@@ -1,0 +1,134 @@
+"""The training program, from its arguments to its exit status."""
+
+from __future__ import annotations
+
+import socket
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from mics_dtensor.errors import ConfigError, TopologyError
+from mics_dtensor.layout import Layout
+from mics_dtensor.topology import Topology
+from mics_dtensor.train.degrees import resolve
+from mics_dtensor.train.launch import Launch, agreed, configure_logging, say_and_stop
+from mics_dtensor.train.load import Run, load
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Train, and return the exit status; every rank of the world calls it with the same `argv`.
+
+    A setting that cannot be run is refused before the process group, or else before the model: by
+    rank 0 in one sentence, with status 1 on every rank. What goes wrong later is a traceback.
+    """
+    try:
+        run = load(argv)
+        launch = Launch.read(environ)
+        run, layout = resolve(
+            run, world_size=launch.world_size, local_world_size=launch.local_world_size
+        )
+        _train(run, layout, launch)
+    except (ConfigError, TopologyError) as error:  # every rank has it, see `agreed`
+        rank, local_rank = (int(environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+        return say_and_stop(error, rank=rank, local_rank=local_rank)
+    return 0
+
+
+def _train(run: Run, layout: Layout, launch: Launch) -> None:
+    # torchtitan takes seconds to import: a run that is refused does not wait for it.
+    import torch
+    import torch.distributed as dist
+
+    from mics_dtensor.train import device_shim
+
+    configure_logging(rank=launch.rank)
+    device_type: device_shim.DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
+    device_shim.use_device(device_type)
+    from torchtitan.distributed import utils as dist_utils
+    from torchtitan.observability import structured_logger
+
+    from mics_dtensor.train.build import trainer_config
+
+    config = trainer_config(run, device_type=device_type)
+    if device_type == "cpu":
+        device_shim.use_attention_of_cpu(config.model_spec.model)
+    structured_logger.init_structured_logger(
+        source="training",
+        output_dir=config.dump_folder,
+        enable=config.debug.enable_structured_logging,
+    )
+    if device_type == "cuda":
+        torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+    dist_utils.init_distributed(
+        config.comm,
+        enable_cpu_backend=config.training.enable_cpu_offload,
+        base_folder=config.dump_folder,
+    )
+    agreed(lambda: _check(run, layout, launch))
+    agreed(lambda: _check_vocabulary(config))
+    _run(run, layout, launch, config)
+    # Not after an error: the other ranks may be waiting in a collective.
+    dist.destroy_process_group()
+
+
+def _run(run: Run, layout: Layout, launch: Launch, config: Trainer.Config) -> None:
+    from mics_dtensor.train.trainer import MicsTrainer, Placement
+
+    mics = run.config.mics
+    topology = Topology.uniform(
+        world_size=launch.world_size,
+        ranks_per_node=mics.ranks_per_node or launch.local_world_size,
+    )
+    placement = Placement(layout=layout, topology=topology, hierarchical=mics.hierarchical)
+    trainer = MicsTrainer(config, placement=placement, run_id=_run_id())
+    try:
+        if config.checkpoint.create_seed_checkpoint:
+            trainer.checkpointer.save(curr_step=0, last_step=True)
+            return
+        if launch.rank == 0:
+            print(trainer.explanation, flush=True)
+            for key in run.inert:
+                print(f"does nothing: {key}", flush=True)
+        trainer.train()
+    finally:
+        trainer.close()
+
+
+def _check(run: Run, layout: Layout, launch: Launch) -> None:
+    """What needs the other ranks, or this rank's disk. Nothing is allocated yet."""
+    import torch.distributed as dist
+
+    from mics_dtensor.train.data import check_data
+
+    hosts = [""] * launch.world_size
+    dist.all_gather_object(hosts, socket.gethostname())
+    resolve(
+        run,
+        world_size=launch.world_size,
+        local_world_size=launch.local_world_size,
+        hosts=hosts,
+    )
+    cp = run.config.parallelism.context_parallel_degree
+    check_data(run.config, num_readers=layout.num_replicas * layout.partition_size // cp)
+
+
+def _check_vocabulary(config: Trainer.Config) -> None:
+    """A token that the model has no row for would read past its embeddings."""
+    from torchtitan.models.common.config_utils import decoder_vocab_size
+
+    tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
+    held, rows = tokenizer.get_vocab_size(), decoder_vocab_size(config.model_spec)
+    if held > rows:
+        raise ConfigError(
+            f"the tokenizer at model.hf_assets_path {config.hf_assets_path!r} has {held} tokens, "
+            f"but {config.model_spec.name} {config.model_spec.flavor} has a vocabulary of {rows}; "
+            "choose a flavor with a larger one, or the tokenizer of this model"
+        )
+
+
+def _run_id() -> str:
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"

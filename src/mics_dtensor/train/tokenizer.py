@@ -1,0 +1,89 @@
+"""The tokenizer of runs that name none: byte-level BPE, trained here on the built-in text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+from mics_dtensor.train.text import python_docs
+
+VOCAB_SIZE = 2048  # the vocabulary of torchtitan's debug models
+BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
+
+
+class BuiltInTokenizer(HuggingFaceTokenizer):
+    """Reads any text: a byte that was never seen is a token of its own.
+
+    Building one is collective over the world where a process group exists: rank 0 trains it if
+    `cache_dir` holds none, and the others wait for it.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(HuggingFaceTokenizer.Config):
+        """Where the trained tokenizer lies; `tokenizer_path` of `build` is not looked at."""
+
+        cache_dir: str
+
+    def __init__(self, config: Config, *, tokenizer_path: str = "") -> None:
+        del tokenizer_path
+        documents = python_docs()
+        folder = folder_of(documents, Path(config.cache_dir))
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            train_once(documents, folder)
+        if dist.is_initialized():
+            dist.barrier()
+        # A node that does not share rank 0's disk makes its own, of the same bytes.
+        train_once(documents, folder)
+        super().__init__(tokenizer_path=str(folder))
+
+
+def folder_of(documents: Sequence[str], cache_dir: Path) -> Path:
+    """A folder a text: another Python has other topics, and must not read this one's tokenizer."""
+    digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()[:12]
+    return cache_dir / f"bpe-{VOCAB_SIZE}-{digest}"
+
+
+def train_once(documents: Sequence[str], folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json into `folder`, if they are not there.
+
+    Each file appears whole or not at all, tokenizer.json last: where it is, the other is too.
+    """
+    if (folder / "tokenizer.json").exists():
+        return
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[BEGIN, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"bos_token": BEGIN, "eos_token": END}
+    write_atomically(folder / "tokenizer_config.json", json.dumps(config))
+    write_atomically(folder / "tokenizer.json", tokenizer.to_str())
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `path` so that a reader, or a crash, finds the old content, the new, or no file."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

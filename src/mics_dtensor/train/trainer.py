@@ -1,0 +1,215 @@
+"""torchtitan's trainer with the two-hop step; the loop stays torchtitan's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools import utils
+from torchtitan.trainer import Trainer
+
+from mics_dtensor.accumulate import gradient_accumulation
+from mics_dtensor.apply import apply_mics, stage_groups
+from mics_dtensor.clip import clip_grad_norm_
+from mics_dtensor.errors import ConfigError
+from mics_dtensor.explanation import Explanation, explain
+from mics_dtensor.layout import Layout
+from mics_dtensor.plan.traffic import Options
+from mics_dtensor.replicas import synchronize_replicas
+from mics_dtensor.topology import Topology
+from mics_dtensor.train import device_shim
+from mics_dtensor.train.chunked_loss import HeadUnit
+from mics_dtensor.train.launch import agreed
+from mics_dtensor.train.metrics import Progress, Record, config_of
+from mics_dtensor.upstream import Unit, set_timeout, units_of
+
+logger = logging.getLogger(__name__)
+
+Batches = Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a run lies. `layout` is that of one pipeline stage, `topology` that of the world."""
+
+    layout: Layout
+    topology: Topology
+    hierarchical: bool = True
+
+
+class MicsTrainer(Trainer):
+    """Trains `config` on the partition groups of `placement`.
+
+    Building one is collective: every rank gives the same arguments, after
+    `device_shim.use_device`. Raises ConfigError on every rank for what it cannot run.
+    """
+
+    def __init__(self, config: Trainer.Config, *, placement: Placement, run_id: str) -> None:
+        refuse_cuda_graphs(config, placement.layout)
+        self._has_replicas = placement.layout.num_replicas > 1
+        super().__init__(dataclasses.replace(config, metrics=config_of(config.metrics)))
+        if config.checkpoint.create_seed_checkpoint:  # one rank, nothing is sharded
+            return
+        units = units_of(self.model_parts)
+        agreed(lambda: audit_groups(units, placement.layout, rank=dist.get_rank()))
+        device_shim.use_sums_of_gloo(self.model_parts)
+        apply_mics(
+            self.model_parts, topology=placement.topology, hierarchical=placement.hierarchical
+        )
+        synchronize_replicas(self.model_parts)
+        self._head = HeadUnit.of(self.loss_fn, units)
+        self.explanation = self._explained(placement)
+        self.metrics_processor.record_to(
+            Record(run_id=run_id, traffic=self.explanation, dump_folder=config.dump_folder)
+        )
+
+    def _explained(self, placement: Placement) -> Explanation:
+        num_micro_steps = self.gradient_accumulation_steps
+        told = explain(self.model_parts, num_micro_steps=num_micro_steps)
+        if self._head is None:
+            return told
+        options = Options(
+            num_micro_steps=num_micro_steps,
+            hierarchical=placement.hierarchical,
+            backend="gloo" if dist.get_backend() == "gloo" else "nccl",
+        )
+        return self._head.explained(told, placement.topology, options)
+
+    def init_distributed(self) -> ParallelDims:
+        """The meshes of torchtitan; its process group where the program has not made it already."""
+        if not dist.is_initialized():
+            return super().init_distributed()
+        return ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
+
+    def train(self) -> None:
+        """The loop of torchtitan, from the checkpoint's step on."""
+        self._progress: Progress | None = None
+        with _replaced(
+            dist_utils, "set_pg_timeouts", self._with_stages(dist_utils.set_pg_timeouts)
+        ):
+            super().train()
+
+    def train_step(self, data_iterator: Batches) -> None:
+        """One optimizer step: the second hop is over when torchtitan asks for the norm."""
+        if self._progress is None:
+            self._progress = Progress(done=self.step - 1, last=self.config.training.steps)
+        self._micro_steps_done = 0
+        clip = _clip_instead_of(dist_utils.clip_grad_norm_)
+        with ExitStack() as self._open_step, _replaced(dist_utils, "clip_grad_norm_", clip):
+            super().train_step(data_iterator)
+        if self.metrics_processor.tells and (words := self._progress.words(self.step)):
+            logger.info(words)
+
+    def forward_backward_step(self, **batch: Any) -> torch.Tensor:
+        """One micro-step. torchtitan does not say which one it is, so they are counted here."""
+        if self._head is not None:
+            self._head.restore()
+        if not self._has_replicas:  # one hop is all there is; CUDA graphs may replay it
+            loss: torch.Tensor = super().forward_backward_step(**batch)
+            return loss
+        num_micro_steps = self.gradient_accumulation_steps
+        if self._micro_steps_done == 0:
+            # Not before: a step for which the data run out must not begin.
+            self._accumulation = self._open_step.enter_context(
+                gradient_accumulation(self.model_parts, num_micro_steps=num_micro_steps)
+            )
+        with self._accumulation.micro_step():
+            loss = super().forward_backward_step(**batch)
+        self._micro_steps_done += 1
+        if self._micro_steps_done == num_micro_steps:
+            self._open_step.close()
+        return loss
+
+    def _with_stages(self, of_meshes: Callable[..., None]) -> Callable[..., None]:
+        """The groups of the hierarchical collectives get the timeout of torchtitan's own."""
+
+        def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
+            of_meshes(timeout=timeout, parallel_dims=parallel_dims)
+            for group in stage_groups(self.model_parts):
+                set_timeout(timeout, group)
+
+        return set_pg_timeouts
+
+
+def refuse_cuda_graphs(config: Trainer.Config, layout: Layout) -> None:
+    """A replay runs no Python, so it would never take the second hop."""
+    if config.training.disable_cuda_graphs:
+        return
+    if utils.device_type == "cpu":
+        raise ConfigError(
+            "training.disable_cuda_graphs = false on a machine without a GPU; write "
+            "disable_cuda_graphs = true"
+        )
+    if layout.num_replicas > 1:
+        raise ConfigError(
+            f"training.disable_cuda_graphs = false with {layout.num_replicas} replicas: the second "
+            "hop does not run under CUDA graphs yet; write disable_cuda_graphs = true"
+        )
+
+
+def audit_groups(units: Iterable[Unit], layout: Layout, *, rank: int) -> None:
+    """Hold the groups that torchtitan made against the layout. No communication.
+
+    Expert-parallel units have groups of their own, which no Layout describes. Raises ConfigError.
+    """
+    stage = rank - rank % layout.topology.world_size  # its first rank
+    wanted = {
+        "partition": _shifted(layout.partition_group(rank - stage), stage),
+        "replication": _shifted(layout.replication_group(rank - stage), stage),
+    }
+    for unit in units:
+        if "efsdp" in (unit.mesh.mesh_dim_names or ()):
+            continue
+        made = {"partition": unit.shard_group, "replication": unit.replicate_group}
+        for kind, group in made.items():
+            ranks = [rank] if group is None else dist.get_process_group_ranks(group)
+            if ranks != wanted[kind]:
+                raise ConfigError(
+                    f"unit {unit.name}: torchtitan's {kind} group of rank {rank} is {ranks}, but "
+                    f"by the degrees of this run it is {wanted[kind]}; give the degrees in "
+                    "[parallelism] and [mics] to the program, not to torchtitan's Trainer.Config"
+                )
+
+
+def _shifted(ranks: Iterable[int], by: int) -> list[int]:
+    return [rank + by for rank in ranks]
+
+
+def _clip_instead_of(of_torchtitan: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Our clip_grad_norm_ under the signature that torchtitan calls."""
+
+    def clip(
+        parameters: list[torch.Tensor],
+        max_norm: float,
+        *,
+        pp_mesh: Any = None,
+        ep_enabled: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
+        if pp_mesh is not None or ep_enabled:  # a norm over several meshes is torchtitan's
+            return of_torchtitan(
+                parameters, max_norm, pp_mesh=pp_mesh, ep_enabled=ep_enabled, **options
+            )
+        return clip_grad_norm_(parameters, max_norm=max_norm, **options)
+
+    return clip
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    """Within, `module.name` is `value`: for functions that torchtitan's loop looks up there."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)

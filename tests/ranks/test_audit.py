@@ -1,0 +1,138 @@
+"""What cannot be trained right is refused on every rank, before a group is made."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.ranks import ranks
+from harness.sharded import every_unit, mesh_of, said_by_all, shard, stack
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from mics_dtensor import apply_mics, explain
+from mics_dtensor.errors import ConfigError
+from mics_dtensor.topology import Topology
+from mics_dtensor.upstream import units_of
+
+FOUR = Topology.uniform(world_size=4, ranks_per_node=2)
+
+
+def refusal(model: nn.Module, topology: Topology, **options: bool) -> str:
+    """What apply_mics says on this rank; nothing was made or changed."""
+    before = [(unit.all_gather, unit.reduce_scatter) for unit in units_of(model)]
+    with (
+        mock.patch.object(dist, "new_group", side_effect=AssertionError("made a group")),
+        pytest.raises(ConfigError) as caught,
+    ):
+        apply_mics(model, topology=topology, **options)
+    assert before == [(unit.all_gather, unit.reduce_scatter) for unit in units_of(model)]
+    dist.barrier()  # all are here: nobody hangs
+    return str(caught.value)
+
+
+@ranks(4)
+def test_meshes() -> None:
+    permuted = DeviceMesh(
+        "cpu", torch.tensor([[0, 2, 1, 3]]), mesh_dim_names=("replicate", "shard")
+    )
+    said = refusal(shard(stack(), permuted), FOUR)
+    assert "order [0, 2, 1, 3]" in said, said
+    assert "process group has [0, 1, 2, 3]" in said
+    assert "make the mesh with ascending ranks (init_mesh does)" in said
+
+    permuted = DeviceMesh("cpu", torch.tensor([[2, 3], [0, 1]]), mesh_dim_names=("replicate", "s"))
+    said = refusal(shard(stack(), permuted), FOUR)
+    assert f"order [{dist.get_rank() % 2 + 2}, {dist.get_rank() % 2}]" in said, said
+
+    swapped = DeviceMesh(
+        "cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp_shard", "dp_replicate")
+    )
+    said = refusal(shard(stack(), swapped), FOUR)
+    assert "reads a 2-D mesh as (replicate, shard)" in said
+    assert "pass mesh['dp_replicate', 'dp_shard']" in said
+
+
+@ranks(4)
+def test_models_and_topologies() -> None:
+    assert refusal(stack(), FOUR).startswith("the model has no FSDP units: call")
+    model = shard(stack(), mesh_of(1, 4))
+    said = refusal(model, Topology.uniform(world_size=8, ranks_per_node=4))
+    assert said.startswith("the topology is of 8 ranks, but 4 are running; give Topology.uniform(")
+    interleaved = Topology(nodes=((0, 2), (1, 3)))
+    said = refusal(model, interleaved)
+    assert "order the ranks node by node" in said
+    every_unit(
+        model, lambda unit: unit.set_custom_all_gather(units_of(shard_alone())[0].all_gather)
+    )
+    apply_mics(model, topology=Topology.uniform(world_size=4, ranks_per_node=4))  # torch's own type
+
+
+def shard_alone() -> nn.Module:
+    return shard(stack(), mesh_of(1, 4))
+
+
+@ranks(6)
+def test_a_group_that_crosses_nodes_unevenly() -> None:
+    mesh = mesh_of(2, 3)
+    said = refusal(shard(stack(), mesh), Topology.uniform(world_size=6, ranks_per_node=2))
+    assert "lies on the nodes as [[0, 1], [2]]" in said or "[[3], [4, 5]]" in said, said
+    assert "choose another partition_size" in said
+
+
+@ranks(4)
+def test_the_refusal_of_one_rank_is_that_of_all() -> None:
+    model = shard_alone()
+    if dist.get_rank() == 2:
+        model = stack()
+    said = said_by_all(refusal(model, FOUR))
+    assert said[2].startswith("the model has no FSDP units")
+    assert all(said[rank] == f"{said[2]} (said by rank 2)" for rank in (0, 1, 3))
+
+    model = shard_alone()
+    if dist.get_rank() == 1:
+        own = units_of(model)[0]
+        own.set_collectives(_Foreign(), own.reduce_scatter)
+    said = said_by_all(refusal(model, FOUR))
+    assert "already has collectives of its own (_Foreign, DefaultReduceScatter)" in said[0]
+
+    per_node = 2 if dist.get_rank() else 1
+    said = said_by_all(
+        refusal(shard_alone(), Topology.uniform(world_size=4, ranks_per_node=per_node))
+    )
+    assert said[0] == said[3]
+    assert "2 nodes of 2 ranks, hierarchical=True | 4 nodes of 1 ranks" in said[0]
+    said = said_by_all(refusal(shard_alone(), FOUR, hierarchical=dist.get_rank() == 3))
+    assert "hierarchical=False | 2 nodes of 2 ranks, hierarchical=True" in said[0]
+
+
+class _Foreign:
+    """A collective that is not torch's."""
+
+
+@ranks(4)
+def test_another_topology_than_that_of_the_stages() -> None:
+    model = shard_alone()
+    apply_mics(model, topology=FOUR)
+    for topology, hierarchical in (
+        (Topology.uniform(world_size=4, ranks_per_node=4), True),
+        (Topology.uniform(world_size=4, ranks_per_node=1), True),
+        (FOUR, False),
+    ):
+        said = refusal(model, topology, hierarchical=hierarchical)
+        assert "has hierarchical collectives of another apply_mics" in said
+
+
+@ranks(4)
+def test_without_stages_it_is_audited_and_remembered() -> None:
+    model = shard_alone()
+    apply_mics(model, topology=FOUR, hierarchical=False)
+    assert all(unit.has_default_collectives for unit in units_of(model))
+    assert explain(model, num_micro_steps=1).collectives["all_gather"] > 0
+    with pytest.raises(ConfigError, match="does not know the nodes of the ranks: call apply_mics"):
+        explain(shard_alone(), num_micro_steps=1)
+    with pytest.raises(ValueError, match="scalar"):
+        scalar = nn.Module()
+        scalar.one = nn.Parameter(torch.tensor(1.0))
+        fully_shard(scalar, mesh=mesh_of(1, 4))

@@ -1,0 +1,118 @@
+"""A run of a few seconds, by our trainer or by torchtitan's own, inside a forked rank."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from harness.ranks import run_on_ranks
+from torchtitan.trainer import Trainer
+
+from mics_dtensor.layout import Layout
+from mics_dtensor.train import device_shim
+from mics_dtensor.train.build import trainer_config
+from mics_dtensor.train.degrees import resolve
+from mics_dtensor.train.load import load
+from mics_dtensor.train.trainer import MicsTrainer, Placement
+
+SMALL = """
+[model]
+flavor = "debugmodel"
+n_layers = 1
+hf_assets_path = ""
+[training]
+dataset = "python_docs"
+steps = 20
+seq_len = 32
+local_batch_size = 1
+global_batch_size = 16
+mixed_precision_param = "float32"
+[mics]
+ranks_per_node = 2
+partition_size = 2
+[optimizer]
+lr = 3e-3
+[lr_scheduler]
+warmup_steps = 2
+[activation_checkpoint]
+mode = "none"
+[metrics]
+log_freq = 1
+[comm]
+trace_buf_size = 0
+[debug]
+seed = 1
+"""
+
+
+@dataclass
+class Trained:
+    """What a run printed, step by step."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+
+def configured(folder: Path, *overrides: str) -> tuple[Trainer.Config, Layout]:
+    """The small run with `--section.key=value` overrides; every rank of the world calls it."""
+    path = folder / "small.toml"
+    if dist.get_rank() == 0:
+        path.write_text(SMALL)
+    dist.barrier()
+    dump = f"--job.dump_folder={folder}"
+    run, layout = resolve(
+        load(["--config-file", str(path), dump, *overrides]),
+        world_size=dist.get_world_size(),
+        local_world_size=dist.get_world_size(),
+    )
+    os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank())}
+    device_shim.use_device("cpu")
+    return trainer_config(run, device_type="cpu"), layout
+
+
+def ours(config: Trainer.Config, layout: Layout) -> MicsTrainer:
+    placement = Placement(layout=layout, topology=layout.topology)
+    return MicsTrainer(config, placement=placement, run_id="test")
+
+
+def torchtitans(config: Trainer.Config, layout: Layout) -> Trainer:  # noqa: ARG001
+    """Plain HSDP of torchtitan; only what gloo lacks is worked around."""
+    trainer = Trainer(config)
+    device_shim.use_sums_of_gloo(trainer.model_parts)
+    return trainer
+
+
+def train(make: Callable[[Trainer.Config, Layout], Trainer], folder: Path, *over: str) -> Trained:
+    """Train the small run and say what came of it."""
+    trainer = make(*configured(folder, *over))
+    trained, log = Trained(), trainer.metrics_processor.log
+
+    def recorded(step: int, loss: float, max_loss: float, norm: float, **more: Any) -> None:
+        trained.losses.append(loss)
+        trained.norms.append(norm)
+        log(step, loss, max_loss, norm, **more)
+
+    trainer.metrics_processor.log = recorded
+    trainer.train()
+    trainer.close()
+    return trained
+
+
+def trained_by(
+    make: Callable[[Trainer.Config, Layout], Trainer], folder: Path, *overrides: str
+) -> Trained:
+    """The same on 4 ranks that are forked for it; called from where no process group is."""
+    told = folder / f"{make.__name__}.json"
+
+    def body() -> None:
+        trained = train(make, folder, *overrides)
+        if dist.get_rank() == 0:
+            told.write_text(json.dumps(asdict(trained)))
+
+    run_on_ranks(4, body, timeout_s=100)
+    return Trained(**json.loads(told.read_text()))

@@ -1,0 +1,66 @@
+import pytest
+from harness.ranks import ranks
+
+from mics_dtensor.errors import ConfigError, TopologyError
+from mics_dtensor.train import launch
+from mics_dtensor.train.launch import Launch, agreed, say_and_stop
+
+TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+
+
+def test_the_launcher_is_read() -> None:
+    read = Launch.read(TORCHRUN)
+    assert read == Launch(rank=3, local_rank=1, world_size=4, local_world_size=2)
+
+
+@pytest.mark.parametrize("name", sorted(TORCHRUN))
+def test_a_process_that_torchrun_did_not_start_is_told_how_to(name: str) -> None:
+    environ = {key: value for key, value in TORCHRUN.items() if key != name}
+    with pytest.raises(ConfigError, match=f"'{name}' is not there; .*torchrun --nproc-per-node"):
+        Launch.read(environ)
+
+
+@ranks(3)
+def test_what_no_rank_refuses_is_answered() -> None:
+    import torch.distributed as dist
+
+    assert agreed(lambda: dist.get_rank() * 10) == dist.get_rank() * 10
+
+
+@ranks(3)
+def test_what_one_rank_refuses_is_refused_on_every_rank() -> None:
+    import torch.distributed as dist
+
+    def question() -> None:
+        if dist.get_rank() == 1:
+            raise TopologyError("the file is not here")
+
+    with pytest.raises(TopologyError, match=r"^the file is not here \(on rank 1\)$"):
+        agreed(question)
+
+
+@ranks(3)
+def test_what_every_rank_refuses_names_no_rank() -> None:
+    def question() -> None:
+        raise ConfigError("no such file")
+
+    with pytest.raises(ConfigError, match=r"^no such file$"):
+        agreed(question)
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "says"), [(0, 0, True), (1, 1, False), (2, 0, True), (3, 1, False)]
+)
+def test_a_refusal_is_one_sentence_and_a_status(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    local_rank: int,
+    says: bool,
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(launch.time, "sleep", waited.append)
+    status = say_and_stop(ConfigError("this cannot be"), rank=rank, local_rank=local_rank)
+    assert status == 1
+    assert capsys.readouterr().err == ("error: this cannot be\n" if says else "")
+    assert bool(waited) == (rank != 0)

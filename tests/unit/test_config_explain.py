@@ -1,0 +1,80 @@
+"""`mics explain FILE`: no torch, no process group."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mics_dtensor.cli import main
+
+DEBUG = str(Path(__file__).parents[2] / "train_configs" / "debug.toml")
+
+
+def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["explain", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_values_are_shown_with_their_origin(capsys: pytest.CaptureFixture[str]) -> None:
+    said = explained(capsys, DEBUG, "--world-size", "4", "--training.steps", "3")
+    lines = [line.split("#")[1].strip() for line in said.splitlines() if line.startswith("steps ")]
+    assert lines == ["command line"]
+    filled = [line for line in said.splitlines() if line.startswith("data_parallel_shard_degree")]
+    assert filled[0].endswith("# [mics] partition_size")
+    assert "layers.*" in said
+
+
+def test_without_a_world_there_are_no_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--world-size" in explained(capsys, DEBUG)
+
+
+def test_json_holds_every_key_and_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    said = json.loads(explained(capsys, DEBUG, "--world-size=4", "--json"))
+    assert said["keys"]["training.seq_len"] == {"value": 128, "origin": f"file {DEBUG}"}
+    plan = said["plan"]
+    assert (plan["num_replicas"], plan["num_micro_steps"]) == (2, 4)
+    # Inside a node nothing leaves it but the second hop: 2 (R - 1) / R of the model from each of
+    # R = 2 replicas, in fp32, and the small message of agreement.
+    hop = sum(s["inter_node_bytes"] for s in plan["stages"] if s["name"] == "boundary")
+    assert hop == 2 * plan["num_parameters"] * 4
+
+
+def test_a_chunked_loss_gathers_the_head_again(capsys: pytest.CaptureFixture[str]) -> None:
+    def gathers(*arguments: str) -> int:
+        said = json.loads(explained(capsys, DEBUG, "--world-size=4", "--json", *arguments))
+        stages = said["plan"]["stages"]
+        return sum(
+            s["calls"] for s in stages if (s["unit"], s["name"]) == ("norm, lm_head", "gather")
+        )
+
+    assert gathers() == 2 * 4
+    assert gathers("--loss.num_chunks=1") == 4
+
+
+def test_ranks_per_node_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(Path(DEBUG).with_name("llama3_8b_2x8.toml"))
+    said = json.loads(explained(capsys, config, "--world-size=16", "--json"))
+    assert said["plan"]["ranks_per_node"] == 8
+
+
+def test_errors_are_one_sentence_and_a_status(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", DEBUG, "--training.stesp", "3"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert "training.steps" in said.err
+
+
+def test_it_needs_no_torch() -> None:
+    program = (
+        "import sys; sys.modules.update(torch=None, torchtitan=None)\n"
+        "from mics_dtensor.cli import main\n"
+        f"sys.exit(main(['explain', {DEBUG!r}, '--world-size', '4']))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(DEBUG).parents[1] / "src")}
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, timeout=60, env=env, stdout=subprocess.DEVNULL
+    )
