@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,6 @@ from pathlib import Path
 from benchmarks.cluster import INTERFACE, Cluster, ClusterError
 
 ROOT = Path(__file__).parents[1]
-_TERMINATION_S = 10.0
 
 
 @dataclass
@@ -45,6 +43,7 @@ class World:
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore::FutureWarning",  # DeepSpeed uses names that torch renames
             "PYTHONUNBUFFERED": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # no warning per rank that addresses have no names
         }
@@ -62,7 +61,8 @@ class World:
                     env=environment,
                     cwd=ROOT,
                     stdin=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C is the launcher's to handle
+                    # Ctrl-C is the launcher's to handle; the cluster ends what it leaves.
+                    start_new_session=True,
                 )
             )
 
@@ -84,15 +84,3 @@ class World:
                 raise ClusterError(f"world {self.name} did not leave {host}") from error
             if status:
                 raise ClusterError(f"world {self.name} left {host} with status {status}")
-
-    def end(self) -> None:
-        """End what still runs, torchrun first, which ends its ranks. Safe to call twice."""
-        for process in self._running:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-        for process in self._running:
-            try:
-                process.wait(_TERMINATION_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
