@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -52,6 +53,16 @@ def init_mesh(layout: Layout, *, device_type: str) -> DeviceMesh:
             f"or make the topology of world_size={running}"
         )
     return init_device_mesh(device_type, layout.mesh_shape, mesh_dim_names=layout.axis_names)
+
+
+def node_mesh(stages: Stages, *, device_type: str) -> DeviceMesh:
+    """The ranks of one partition group as a mesh with the axes ("node", "local"); no new groups."""
+    return DeviceMesh.from_group(
+        [stages.across_nodes, stages.within_node],
+        device_type,
+        mesh=torch.tensor(stages.ranks).view(stages.num_nodes, -1),
+        mesh_dim_names=("node", "local"),
+    )
 
 
 def node_blocks(ranks: Ranks, topology: Topology) -> list[Ranks]:

@@ -28,10 +28,10 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """`depth` blocks and a head: `depth` + 1 units when sharded by `shard`."""
 
-    def __init__(self, width: int, depth: int) -> None:
+    def __init__(self, width: int, depth: int, out: int = 3) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block(width) for _ in range(depth))
-        self.head = nn.Linear(width, 3)
+        self.head = nn.Linear(width, out)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -39,10 +39,10 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def stack(width: int = 5, depth: int = 2, *, seed: int = 0) -> Stack:
+def stack(width: int = 5, depth: int = 2, *, seed: int = 0, out: int = 3) -> Stack:
     """The same on every rank."""
     torch.manual_seed(seed)
-    return Stack(width, depth)
+    return Stack(width, depth, out)
 
 
 def mesh_of(*shape: int) -> DeviceMesh:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.ranks import ranks
-from harness.sharded import every_unit, mesh_of, said_by_all, shard, stack
+from harness.sharded import mesh_of, said_by_all, shard, stack
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -63,10 +63,6 @@ def test_models_and_topologies() -> None:
     interleaved = Topology(nodes=((0, 2), (1, 3)))
     said = refusal(model, interleaved)
     assert "order the ranks node by node" in said
-    every_unit(
-        model, lambda unit: unit.set_custom_all_gather(units_of(shard_alone())[0].all_gather)
-    )
-    apply_mics(model, topology=Topology.uniform(world_size=4, ranks_per_node=4))  # torch's own type
 
 
 def shard_alone() -> nn.Module:
@@ -132,7 +128,7 @@ def test_without_stages_it_is_audited_and_remembered() -> None:
     assert explain(model, num_micro_steps=1).collectives["all_gather"] > 0
     with pytest.raises(ConfigError, match="does not know the nodes of the ranks: call apply_mics"):
         explain(shard_alone(), num_micro_steps=1)
-    with pytest.raises(ValueError, match="scalar"):
-        scalar = nn.Module()
-        scalar.one = nn.Parameter(torch.tensor(1.0))
-        fully_shard(scalar, mesh=mesh_of(1, 4))
+    scalar, mesh = nn.Module(), mesh_of(1, 4)
+    scalar.one = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="scalar"):  # in torch's own words
+        fully_shard(scalar, mesh=mesh)

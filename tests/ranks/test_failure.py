@@ -65,7 +65,7 @@ def test_every_rank_hears_of_it() -> None:
     for what, act, name, call, run in CASES:
         short = timedelta(seconds=TIMEOUT_S)
         model = shard(stack(), mesh_of(1, 4))
-        with mock.patch.object(mesh_module, "timeout_of", lambda *_: short):
+        with mock.patch.object(mesh_module, "timeout_of", return_value=short):
             apply_mics(model, topology=Topology.uniform(world_size=4, ranks_per_node=2))
         real = getattr(collectives, name)
         act_here = at_call(call, act, real) if rank == 1 else real

@@ -27,10 +27,6 @@ def test_values_are_shown_with_their_origin(capsys: pytest.CaptureFixture[str]) 
     assert "layers.*" in said
 
 
-def test_without_a_world_there_are_no_messages(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--world-size" in explained(capsys, DEBUG)
-
-
 def test_json_holds_every_key_and_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
     said = json.loads(explained(capsys, DEBUG, "--world-size=4", "--json"))
     assert said["keys"]["training.seq_len"] == {"value": 128, "origin": f"file {DEBUG}"}
@@ -78,3 +74,15 @@ def test_it_needs_no_torch() -> None:
     subprocess.run(
         [sys.executable, "-c", program], check=True, timeout=60, env=env, stdout=subprocess.DEVNULL
     )
+
+
+@pytest.mark.parametrize(("file", "size"), [("debug.toml", 4), ("llama3_100b_64x8.toml", 256)])
+def test_without_a_world_the_smallest_with_two_replicas_is_assumed_and_said(
+    file: str, size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(Path(DEBUG).parent / file)
+    said = explained(capsys, path)
+    assumed = [line for line in said.splitlines() if line.startswith("assumed")]
+    assert assumed == [f"assumed: {size} ranks in all (--world-size)"]
+    plan = json.loads(explained(capsys, path, "--json"))["plan"]
+    assert (plan["world_size"], plan["num_replicas"]) == (size, 2)

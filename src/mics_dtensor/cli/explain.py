@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import Layout
+from mics_dtensor.plan.comparison import Comparison
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
-from mics_dtensor.plan.table import render
-from mics_dtensor.plan.traffic import Options, Traffic, over_all_ranks, step_traffic
+from mics_dtensor.plan.traffic import Options
 from mics_dtensor.train.config import RunConfig, config_keys
 from mics_dtensor.train.degrees import num_loss_chunks, num_micro_steps, resolve
 from mics_dtensor.train.key import value_at
@@ -27,15 +28,54 @@ SUMMARY = (
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 
 
+GPUS_OF_A_SERVER = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """The ranks that are explained, and what had to be assumed about them."""
+
+    size: int
+    ranks_per_node: int
+    assumptions: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: RunConfig, size: int | None, ranks_per_node: int | None) -> World:
+        """As given; else the smallest world that the file can mean, with two replicas to meet."""
+        assumed = []
+        node = ranks_per_node or config.mics.ranks_per_node
+        if node is None:
+            node = min(GPUS_OF_A_SERVER, size or GPUS_OF_A_SERVER)
+            assumed.append(f"assumed: {node} ranks on a node (--ranks-per-node)")
+        if size is None:
+            size = _smallest_world(config, node)
+            assumed.append(f"assumed: {size} ranks in all (--world-size)")
+        return cls(size, node, tuple(assumed))
+
+
+def _smallest_world(config: RunConfig, ranks_per_node: int) -> int:
+    degrees = config.parallelism
+    model = degrees.tensor_parallel_degree * degrees.pipeline_parallel_degree
+    shards = config.mics.partition_size
+    if isinstance(shards, int):
+        copy = shards * model
+    elif degrees.data_parallel_shard_degree > 0:
+        copy = degrees.data_parallel_shard_degree * degrees.context_parallel_degree * model
+    else:
+        copy = max(2 * ranks_per_node, degrees.context_parallel_degree * model)  # over two nodes
+    replicas = degrees.data_parallel_replicate_degree
+    if replicas < 1 or (replicas == 1 and shards is not None):
+        replicas = 2
+    return math.lcm(copy * replicas, ranks_per_node)
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The messages of a run: its layout, and the traffic beside that of plain FSDP."""
 
     layout: Layout
     num_parameters: int
-    text: str
-    traffic: Traffic
-    plain_fsdp: Traffic
+    sent: Comparison
 
 
 def run(argv: Sequence[str]) -> str:
@@ -47,28 +87,24 @@ def run(argv: Sequence[str]) -> str:
         allow_abbrev=False,
     )
     parser.add_argument("file", help="TOML file of a run")
-    parser.add_argument("--world-size", type=int, help="ranks in all (not given: no messages)")
+    parser.add_argument("--world-size", type=int, help="ranks in all (not given: see the output)")
     parser.add_argument("--ranks-per-node", type=int, help="as [mics] ranks_per_node")
     parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl")
     parser.add_argument("--all", action="store_true", help="the defaults too")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     options, overrides = parser.parse_known_args(list(argv))
     run = load(["--config-file", options.file, *overrides])
-    plan, why_not = None, _WORLD_SIZE_WANTED
-    if options.world_size is not None:
-        run, layout = resolve(
-            run, world_size=options.world_size, local_world_size=options.ranks_per_node
-        )
-        try:
-            plan = plan_of(run.config, layout, num_micro_steps(run), backend=options.backend)
-        except PlanError as error:
-            why_not = str(error)
+    world = World.of(run.config, options.world_size, options.ranks_per_node)
+    run, layout = resolve(run, world_size=world.size, local_world_size=world.ranks_per_node)
+    plan, why_not = None, ""
+    try:
+        plan = plan_of(run.config, layout, num_micro_steps(run), backend=options.backend)
+    except PlanError as error:
+        why_not = str(error)
     if options.json:
         return json.dumps(_as_json(run, plan, why_not), indent=2)
-    return "\n".join([*_configuration(run, everything=options.all), "", *_messages(plan, why_not)])
-
-
-_WORLD_SIZE_WANTED = "give --world-size (and --ranks-per-node) for the messages"
+    told = [*_configuration(run, everything=options.all), "", *world.assumptions]
+    return "\n".join([*told, *_messages(plan, why_not)])
 
 
 def plan_of(config: RunConfig, layout: Layout, micro_steps: int, *, backend: Any) -> Plan:
@@ -84,19 +120,24 @@ def plan_of(config: RunConfig, layout: Layout, micro_steps: int, *, backend: Any
     policy = Policy(
         gather_itemsize=ITEMSIZE[config.training.mixed_precision_param],
         reduce_itemsize=ITEMSIZE[config.training.mixed_precision_reduce],
+        hop_itemsize=ITEMSIZE[
+            config.mics.second_hop_dtype or config.training.mixed_precision_reduce
+        ],
         reshard_after_forward=parallelism.fsdp_reshard_after_forward,
+        node_local_backward=config.mics.node_local_backward,
         chunked_loss=num_loss_chunks(config) > 1,
     )
-    units = traffic_units(model, layout, policy)
     options = Options(
-        num_micro_steps=micro_steps, hierarchical=config.mics.hierarchical, backend=backend
+        num_micro_steps=micro_steps,
+        hierarchical=config.mics.hierarchical,
+        two_hop=layout.num_replicas > 1,
+        bucket_size_bytes=config.mics.bucket_size_bytes,
+        backend=backend,
     )
     topology = layout.topology
-    plain_units = over_all_ranks(
-        units, num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node
-    )
-    traffic, plain = step_traffic(units, options), step_traffic(plain_units, options)
-    return Plan(layout, model.num_parameters, render(units, traffic, plain), traffic, plain)
+    units = tuple(traffic_units(model, layout, policy))
+    sent = Comparison(units, options, topology.num_nodes, topology.ranks_per_node)
+    return Plan(layout, model.num_parameters, sent)
 
 
 def _configuration(run: Run, *, everything: bool) -> list[str]:
@@ -127,7 +168,7 @@ def _messages(plan: Plan | None, why_not: str) -> list[str]:
     return [
         f"{plan.num_parameters:,} parameters on {nodes.num_nodes} nodes of {nodes.ranks_per_node} "
         f"ranks: {layout.num_replicas} replicas of {layout.partition_size} shards",
-        plan.text,
+        str(plan.sent),
     ]
 
 
@@ -149,11 +190,12 @@ def _as_json(run: Run, plan: Plan | None, why_not: str) -> dict[str, Any]:
             "partition_size": layout.partition_size,
             "tensor_parallel_size": layout.tensor_parallel_size,
             "num_replicas": layout.num_replicas,
-            "num_micro_steps": plan.traffic.num_micro_steps,
-            "inter_node_bytes": plan.traffic.inter_node_bytes,
-            "intra_node_bytes": plan.traffic.intra_node_bytes,
-            "collectives": plan.traffic.collectives,
-            "plain_fsdp_inter_node_bytes": plan.plain_fsdp.inter_node_bytes,
-            "stages": [dataclasses.asdict(stage) for stage in plan.traffic.stages],
+            "num_micro_steps": plan.sent.options.num_micro_steps,
+            "inter_node_bytes": plan.sent.inter_node_bytes,
+            "intra_node_bytes": plan.sent.intra_node_bytes,
+            "collectives": plan.sent.collectives,
+            "plain_hsdp_inter_node_bytes": plan.sent.plain_hsdp.inter_node_bytes,
+            "plain_fsdp_inter_node_bytes": plan.sent.plain_fsdp.inter_node_bytes,
+            "stages": [dataclasses.asdict(stage) for stage in plan.sent.traffic.stages],
         }
     }

@@ -32,8 +32,9 @@ class Unit:
 
     `shapes` are those of the parameters before sharding (one rank's part under tensor parallel),
     `frozen` those without gradients; itemsizes in bytes. `gathers` counts those of one micro-step:
-    2 if the backward gathers again. `reduces` counts the messages in which its gradients go: more
-    than one where parts of the unit are ready apart.
+    2 if the backward gathers again, in the groups `regather` where it is not the whole partition
+    group that gathers then (integer reshard_after_forward). `reduces` counts the messages in which
+    its gradients go: more than one where parts of the unit are ready apart.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Unit:
     count: int = 1
     gathers: int = 2
     reduces: int = 1
+    regather: GroupShape | None = None
     gather_itemsize: int = 4
     reduce_itemsize: int = 4
     hop_itemsize: int = 4
@@ -128,13 +130,6 @@ def step_traffic(units: Sequence[Unit], options: Options) -> Traffic:
     return Traffic(tuple(stages), options.num_micro_steps)
 
 
-def over_all_ranks(units: Sequence[Unit], *, num_nodes: int, ranks_per_node: int) -> list[Unit]:
-    """The same units under plain FSDP (ZeRO-3) over all ranks: what users compare with."""
-    one = GroupShape(1, 1, num_nodes * ranks_per_node)
-    everyone = GroupShape(num_nodes, ranks_per_node, 1)
-    return [replace(unit, shard=_whole(unit, everyone), replicate=one) for unit in units]
-
-
 def buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
     """Cut the positions of `sizes` (bytes) into consecutive buckets, each closed at `limit`.
 
@@ -151,26 +146,22 @@ def buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
     return found
 
 
-def _whole(unit: Unit, everyone: GroupShape) -> GroupShape:
-    """All data-parallel ranks; under tensor parallel, `tp` such groups lie side by side."""
-    data_parallel = unit.shard.size * unit.replicate.size
-    tp = everyone.size // data_parallel
-    per_node = max(1, everyone.ranks_per_node // tp)
-    return GroupShape(data_parallel // per_node, per_node, tp)
-
-
 def _gather(unit: Unit, options: Options) -> Iterator[Stage]:
     shard_bytes = unit.gather_itemsize * (unit.shard_numel() + unit.shard_numel(frozen=True))
-    times = unit.count * unit.gathers * options.num_micro_steps
+    again = unit.regather
+    times = unit.count * (unit.gathers if again is None else 1) * options.num_micro_steps
     if unit.shard.size == 1:
         return
-    if not _is_hierarchical(unit.shard, options):
+    if _is_hierarchical(unit.shard, options):
+        across, within = _split(unit.shard)
+        calls = times * unit.shard.num_nodes
+        yield _ring(unit, "gather between nodes", "all_gather", across, shard_bytes, times)
+        yield _ring(unit, "gather within the node", "all_gather", within, shard_bytes, calls)
+    else:
         yield _ring(unit, "gather", "all_gather", unit.shard, shard_bytes, times)
-        return
-    across, within = _split(unit.shard)
-    nodes = unit.shard.num_nodes
-    yield _ring(unit, "gather between nodes", "all_gather", across, shard_bytes, times)
-    yield _ring(unit, "gather within the node", "all_gather", within, shard_bytes, times * nodes)
+    if again is not None and again.size > 1:  # a group of other ranks: never in two stages
+        larger_bytes = shard_bytes * unit.shard.size // again.size
+        yield _ring(unit, "gather again", "all_gather", again, larger_bytes, times)
 
 
 def _reduce(unit: Unit, options: Options) -> Iterator[Stage]:
@@ -198,7 +189,8 @@ def _boundary(units: Sequence[Unit], options: Options) -> Iterator[Stage]:
 
     A message is counted at the first of the units that share it, in the order of the backward.
     """
-    hopping = [unit for unit in units if unit.replicate.size > 1 and unit.shapes]
+    reduced = [unit for unit in units if unit.shapes]
+    hopping = [unit for unit in reduced if unit.replicate.size > 1]
     messages = _messages(hopping, options)
     for unit in hopping:
         times = 1 if options.two_hop else options.num_micro_steps
@@ -208,11 +200,11 @@ def _boundary(units: Sequence[Unit], options: Options) -> Iterator[Stage]:
         yield _all_reduce(unit.name, "boundary", unit.replicate, total, calls, options)
     if not options.two_hop:
         return
-    for shard, replicate in dict.fromkeys((unit.shard, unit.replicate) for unit in hopping):
-        params = sum(len(u.shapes) * u.count for u in hopping if u.replicate == replicate)
-        for group, numbers in ((shard, 0), (replicate, params)):
+    for mesh in dict.fromkeys((unit.shard, unit.replicate) for unit in reduced):
+        params = sum(len(u.shapes) * u.count for u in reduced if (u.shard, u.replicate) == mesh)
+        for group in mesh:
             if group.size > 1:
-                total = 4 * (AGREEMENT_NUMBERS + numbers) * group.num_groups
+                total = 4 * (AGREEMENT_NUMBERS + params) * group.num_groups
                 yield _all_reduce("(all)", "agreement", group, total, 1, options)
 
 

@@ -13,9 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
 
-from mics_dtensor.explanation import Explanation
-from mics_dtensor.plan.traffic import Options, over_all_ranks, step_traffic
-from mics_dtensor.topology import Topology
+from mics_dtensor.plan.comparison import Comparison
 from mics_dtensor.upstream import Unit
 
 
@@ -46,15 +44,14 @@ class HeadUnit:
         """
         self.lm_head.set_reshard_after_forward(self.reshards_after_forward, recurse=False)
 
-    def explained(self, told: Explanation, topology: Topology, options: Options) -> Explanation:
+    def explained(self, told: Comparison) -> Comparison:
         """`told`, with what the loss makes of this unit; plain FSDP would have the same loss."""
-        units = tuple(
-            replace(each, gathers=each.gathers + 1, reduces=len(each.shapes))
-            if each.name == self.unit.name
-            else each
-            for each in told.units
+        return replace(
+            told,
+            units=tuple(
+                replace(each, gathers=each.gathers + 1, reduces=len(each.shapes))
+                if each.name == self.unit.name
+                else each
+                for each in told.units
+            ),
         )
-        plain = over_all_ranks(
-            units, num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node
-        )
-        return Explanation(units, step_traffic(units, options), step_traffic(plain, options))

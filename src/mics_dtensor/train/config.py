@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mics_dtensor.plan.traffic import BUCKET_SIZE_BYTES
 from mics_dtensor.train.key import Key, key, keys
 from mics_dtensor.train.tables_job import (
     Job,
@@ -51,20 +52,18 @@ class Mics:
     ranks_per_node: int | None = key(
         None, "ranks of a fast domain; not given, as many as the launcher started on a host"
     )
-    bucket_size_bytes: int | None = key(
-        None, "largest message of the boundary", unit="bytes", reserved=True
+    bucket_size_bytes: int = key(
+        BUCKET_SIZE_BYTES, "units below this share a message at the boundary", unit="bytes"
     )
-    overlap_boundary: bool = key(
-        False, "messages of the boundary leave during the last backward", reserved=True
-    )
+    overlap_boundary: bool = key(False, "messages of the boundary leave during the last backward")
     check_replicas_every: int = key(
-        0, "check that replicas agree every so often; 0 is never", unit="steps", reserved=True
+        0, "check that replicas are equal after every so many steps; 0 is never", unit="steps"
     )
     second_hop_dtype: Literal["bfloat16", "float32"] | None = key(
-        None, "dtype of the boundary's messages; not given, the unit's own", reserved=True
+        None, "dtype of the boundary's messages; not given, that of the gradients' reduction"
     )
     node_local_backward: bool = key(
-        False, "keep parameters sharded inside a node for the backward", reserved=True
+        False, "what the forward gathers stays cut inside a node, for the backward"
     )
     optimizer_over_replicas: bool = key(
         False, "shard optimizer states over the replicas", reserved=True

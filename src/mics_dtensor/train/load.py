@@ -141,6 +141,7 @@ def _refuse_numbers(config: RunConfig) -> None:
         "parallelism.expert_parallel_degree": parallelism.expert_parallel_degree,
         "mics.partition_size": mics.partition_size,
         "mics.ranks_per_node": mics.ranks_per_node,
+        "mics.bucket_size_bytes": mics.bucket_size_bytes,
         "training.local_batch_size": training.local_batch_size,
         "training.seq_len": training.seq_len,
         "training.steps": training.steps,
@@ -151,6 +152,16 @@ def _refuse_numbers(config: RunConfig) -> None:
     for name, value in positive.items():
         if isinstance(value, int) and value < 1:
             raise ConfigError(f"{name} = {value}; it must be 1 or more")
+    if mics.node_local_backward and not mics.hierarchical:
+        raise ConfigError(
+            "mics.node_local_backward = true is a part of the hierarchy, which mics.hierarchical = "
+            "false switches off; delete one of the lines"
+        )
+    if mics.check_replicas_every < 0:
+        raise ConfigError(
+            f"mics.check_replicas_every = {mics.check_replicas_every}; write the number of steps, "
+            "or 0 for never"
+        )
     chunks = config.loss.num_chunks
     part = training.seq_len // parallelism.context_parallel_degree
     if chunks is not None and part % chunks:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 
-from mics_dtensor.explanation import Explanation
+from mics_dtensor.plan.comparison import Comparison
 
 SCHEMA = 1
 PROGRESS_EVERY_S = 30.0
@@ -29,7 +29,7 @@ class Record:
     """What stays the same from line to line of metrics.jsonl, and where the file lies."""
 
     run_id: str
-    traffic: Explanation
+    traffic: Comparison
     dump_folder: str
 
     @property

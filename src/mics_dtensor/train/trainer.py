@@ -21,13 +21,14 @@ from mics_dtensor.accumulate import gradient_accumulation
 from mics_dtensor.apply import apply_mics, stage_groups
 from mics_dtensor.clip import clip_grad_norm_
 from mics_dtensor.errors import ConfigError
-from mics_dtensor.explanation import Explanation, explain
+from mics_dtensor.explanation import explain
 from mics_dtensor.layout import Layout
-from mics_dtensor.plan.traffic import Options
-from mics_dtensor.replicas import synchronize_replicas
+from mics_dtensor.plan.comparison import Comparison
+from mics_dtensor.replicas import check_replicas, synchronize_replicas
 from mics_dtensor.topology import Topology
 from mics_dtensor.train import device_shim
 from mics_dtensor.train.chunked_loss import HeadUnit
+from mics_dtensor.train.config import Mics
 from mics_dtensor.train.launch import agreed
 from mics_dtensor.train.metrics import Progress, Record, config_of
 from mics_dtensor.upstream import Unit, set_timeout, units_of
@@ -43,18 +44,23 @@ class Placement:
 
     layout: Layout
     topology: Topology
-    hierarchical: bool = True
+
+
+_DEFAULTS = Mics()
 
 
 class MicsTrainer(Trainer):
-    """Trains `config` on the partition groups of `placement`.
+    """Trains `config` on the partition groups of `placement`, by the options of [mics].
 
     Building one is collective: every rank gives the same arguments, after
     `device_shim.use_device`. Raises ConfigError on every rank for what it cannot run.
     """
 
-    def __init__(self, config: Trainer.Config, *, placement: Placement, run_id: str) -> None:
+    def __init__(
+        self, config: Trainer.Config, *, placement: Placement, run_id: str, mics: Mics = _DEFAULTS
+    ) -> None:
         refuse_cuda_graphs(config, placement.layout)
+        self._mics = mics
         self._has_replicas = placement.layout.num_replicas > 1
         super().__init__(dataclasses.replace(config, metrics=config_of(config.metrics)))
         if config.checkpoint.create_seed_checkpoint:  # one rank, nothing is sharded
@@ -63,26 +69,27 @@ class MicsTrainer(Trainer):
         agreed(lambda: audit_groups(units, placement.layout, rank=dist.get_rank()))
         device_shim.use_sums_of_gloo(self.model_parts)
         apply_mics(
-            self.model_parts, topology=placement.topology, hierarchical=placement.hierarchical
+            self.model_parts,
+            topology=placement.topology,
+            hierarchical=mics.hierarchical,
+            node_local_backward=mics.node_local_backward,
         )
         synchronize_replicas(self.model_parts)
         self._head = HeadUnit.of(self.loss_fn, units)
-        self.explanation = self._explained(placement)
+        self.explanation = self._explained()
         self.metrics_processor.record_to(
             Record(run_id=run_id, traffic=self.explanation, dump_folder=config.dump_folder)
         )
 
-    def _explained(self, placement: Placement) -> Explanation:
-        num_micro_steps = self.gradient_accumulation_steps
-        told = explain(self.model_parts, num_micro_steps=num_micro_steps)
-        if self._head is None:
-            return told
-        options = Options(
-            num_micro_steps=num_micro_steps,
-            hierarchical=placement.hierarchical,
-            backend="gloo" if dist.get_backend() == "gloo" else "nccl",
+    def _explained(self) -> Comparison:
+        told = explain(
+            self.model_parts,
+            num_micro_steps=self.gradient_accumulation_steps,
+            second_hop_dtype=second_hop_dtype(self._mics),
+            bucket_size_bytes=self._mics.bucket_size_bytes,
+            two_hop=self._has_replicas,
         )
-        return self._head.explained(told, placement.topology, options)
+        return told if self._head is None else self._head.explained(told)
 
     def init_distributed(self) -> ParallelDims:
         """The meshes of torchtitan; its process group where the program has not made it already."""
@@ -106,6 +113,8 @@ class MicsTrainer(Trainer):
         clip = _clip_instead_of(dist_utils.clip_grad_norm_)
         with ExitStack() as self._open_step, _replaced(dist_utils, "clip_grad_norm_", clip):
             super().train_step(data_iterator)
+        if self._mics.check_replicas_every and self.step % self._mics.check_replicas_every == 0:
+            check_replicas(self.model_parts)
         if self.metrics_processor.tells and (words := self._progress.words(self.step)):
             logger.info(words)
 
@@ -120,7 +129,13 @@ class MicsTrainer(Trainer):
         if self._micro_steps_done == 0:
             # Not before: a step for which the data run out must not begin.
             self._accumulation = self._open_step.enter_context(
-                gradient_accumulation(self.model_parts, num_micro_steps=num_micro_steps)
+                gradient_accumulation(
+                    self.model_parts,
+                    num_micro_steps=num_micro_steps,
+                    second_hop_dtype=second_hop_dtype(self._mics),
+                    bucket_size_bytes=self._mics.bucket_size_bytes,
+                    overlap_boundary=self._mics.overlap_boundary,
+                )
             )
         with self._accumulation.micro_step():
             loss = super().forward_backward_step(**batch)
@@ -138,6 +153,11 @@ class MicsTrainer(Trainer):
                 set_timeout(timeout, group)
 
         return set_pg_timeouts
+
+
+def second_hop_dtype(mics: Mics) -> torch.dtype | None:
+    """The torch dtype of [mics] second_hop_dtype."""
+    return None if mics.second_hop_dtype is None else getattr(torch, mics.second_hop_dtype)
 
 
 def refuse_cuda_graphs(config: Trainer.Config, layout: Layout) -> None:

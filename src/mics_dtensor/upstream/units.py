@@ -52,6 +52,11 @@ class ShardedParameter:
         return tuple(self.fsdp._orig_size)
 
     @property
+    def sharded_dim(self) -> int:
+        """The dim of `shape` that is cut into shards; 0 unless a shard_placement_fn chose one."""
+        return int(self.fsdp.fsdp_placement.dim)
+
+    @property
     def padded_numel(self) -> int:
         """Elements of one shard with FSDP2's padding: the same on every rank of the group."""
         return int(self.fsdp.padded_sharded_param_size.numel())
@@ -170,6 +175,16 @@ class Unit:
         """Whether the backward gathers again. A root that was not told otherwise does not."""
         automatic_root = self.state._auto_reshard_after_forward and self.is_outermost
         return self.group.post_forward_mesh_info is not None and not automatic_root
+
+    @property
+    def regather_group(self) -> dist.ProcessGroup | None:
+        """The smaller group that gathers in the backward (integer reshard_after_forward)."""
+        info = original_of(self.group.post_forward_mesh_info)
+        if not self.reshards_after_forward or not isinstance(info, FSDPMeshInfo):
+            return None
+        group = info.shard_process_group
+        whole = self.shard_group
+        return group if whole is not None and group.size() < whole.size() else None
 
     @property
     def divide_factor(self) -> float | None:

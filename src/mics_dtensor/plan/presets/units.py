@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mics_dtensor.errors import PlanError
-from mics_dtensor.layout import Layout
+from mics_dtensor.layout import GroupShape, Layout
 from mics_dtensor.plan.presets import Preset, UnitShapes
 from mics_dtensor.plan.traffic import Unit
 
@@ -21,7 +21,9 @@ class Policy:
 
     gather_itemsize: int = 2
     reduce_itemsize: int = 4
+    hop_itemsize: int = 4
     reshard_after_forward: str = "default"
+    node_local_backward: bool = False
     chunked_loss: bool = True
     """torchtitan's ChunkedLossWrapper frees the unit of lm_head before its backward is over."""
 
@@ -36,12 +38,19 @@ def traffic_units(preset: Preset, layout: Layout, policy: Policy) -> tuple[Unit,
             shard=layout.shard_shape,
             replicate=layout.replicate_shape,
             gathers=_gathers(unit, policy),
+            regather=_regather(unit, layout, policy),
             gather_itemsize=policy.gather_itemsize,
             reduce_itemsize=policy.reduce_itemsize,
-            hop_itemsize=policy.reduce_itemsize,
+            hop_itemsize=policy.hop_itemsize,
+            reduces=_reduces(unit, policy),
         )
         for unit in preset.units
     )
+
+
+def _reduces(unit: UnitShapes, policy: Policy) -> int:
+    """The chunked loss reduces lm_head by itself, before the norm is ready."""
+    return len(unit.parameters) if "lm_head" in unit.name and policy.chunked_loss else 1
 
 
 def _gathers(unit: UnitShapes, policy: Policy) -> int:
@@ -50,6 +59,16 @@ def _gathers(unit: UnitShapes, policy: Policy) -> int:
     reshards = policy.reshard_after_forward == "always"
     reshards |= policy.reshard_after_forward == "default" and not has_head
     return 1 + reshards + (has_head and policy.chunked_loss)
+
+
+def _regather(unit: UnitShapes, layout: Layout, policy: Policy) -> GroupShape | None:
+    """The ranks of one node, of a unit that is gathered across nodes and again for the backward."""
+    shard = layout.shard_shape
+    spans_nodes = shard.num_nodes > 1 and shard.ranks_per_node > 1
+    reshards = policy.reshard_after_forward != "never" and "lm_head" not in unit.name
+    if not (policy.node_local_backward and spans_nodes and reshards):
+        return None
+    return GroupShape(1, shard.ranks_per_node, shard.num_groups * shard.num_nodes)
 
 
 def _shapes(unit: UnitShapes, layout: Layout) -> Iterator[tuple[int, ...]]:
