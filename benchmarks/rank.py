@@ -56,7 +56,11 @@ class Rank:
 
             peer = deepspeed_zero3.Training(name, self._workload)
             self._built[key] = peer
-            return {"configuration": peer.configuration, "versions": peer.versions}
+            return {
+                "configuration": peer.configuration,
+                "versions": peer.versions,
+                "bound_of_stages": peer.bound_of_stages(),
+            }
         from benchmarks.systems import RECIPES, Training
         from mics_dtensor import Topology
 
@@ -65,12 +69,10 @@ class Rank:
             recipe, self._workload, partition_nodes=partition_nodes, topology=Topology.detect()
         )
         self._built[key] = built
-        bound = built.bound_of_stages()
         return {
             "configuration": recipe.configuration,
             "versions": {"torch": torch.__version__},
-            "bound_of_stages": bound,
-            "bound": sum(bound.values()),
+            "bound_of_stages": built.bound_of_stages(),
         }
 
 

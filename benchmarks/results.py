@@ -52,7 +52,7 @@ def row(record: Record, wanted: Run) -> Row:
     cpu_s = statistics.median(r.own_cpu_s for r in quiet or repetitions) / steps
     median_s = statistics.median(seconds)
     least_s = max(cpu_s / (os.cpu_count() or 1), _wire_s(inter, wanted.rate))
-    bound = record.built.get("bound")
+    bound = sum(record.built["bound_of_stages"].values()) / wanted.num_nodes
     return {
         "system": record.case.system,
         "partition_nodes": record.case.partition_nodes,
@@ -66,7 +66,7 @@ def row(record: Record, wanted: Run) -> Row:
         "own_cpu_seconds": round(cpu_s, 3),
         "seconds_over_least": round(median_s / least_s, 3),
         "inter_node_bytes_per_step": round(inter),
-        "inter_node_bytes_bound": None if bound is None else bound / wanted.num_nodes,
+        "inter_node_bytes_bound": round(bound),
         "intra_node_bytes_per_step": round(intra),
         "retransmitted_segments": sum(r.retransmitted_segments for r in repetitions),
         "stages": stages(record, wanted),
@@ -75,16 +75,16 @@ def row(record: Record, wanted: Run) -> Row:
     }
 
 
-def stages(record: Record, wanted: Run) -> dict[str, dict[str, float | None]]:
+def stages(record: Record, wanted: Run) -> dict[str, dict[str, int]]:
     """Bytes out of a node in one step by stage, beside the bound of each."""
     counted: Counter[str] = Counter()
     for label, between in record.stages:
         counted[_stage(label, record.case.system)] += sum(between.inter_node)
-    bounds = record.built.get("bound_of_stages", {})
+    bounds = record.built["bound_of_stages"]
     return {
         name: {
             "inter_node_bytes": round(counted[name] / wanted.num_nodes),
-            "bound": bounds[name] / wanted.num_nodes if name in bounds else None,
+            "bound": round(bounds.get(name, 0) / wanted.num_nodes),
         }
         for name in ("forward", "backward", "reduction", "boundary", "other")
         if record.stages

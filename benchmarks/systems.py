@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from benchmarks.bound import bound_of_stages
 from benchmarks.phases import Phases
 from benchmarks.stages import counted_stages
 from benchmarks.workload import Linears
@@ -25,7 +24,6 @@ from mics_dtensor import (
     gradient_accumulation,
     init_mesh,
 )
-from mics_dtensor.plan.traffic import Options, Unit, step_traffic
 
 
 @dataclass(frozen=True)
@@ -86,22 +84,10 @@ class Training:
         self._batches = list(workload.batches(dist.get_rank()))
 
     def bound_of_stages(self) -> dict[str, int]:
-        """The least that a step must send between nodes with this sharding, however it is done.
-
-        Bytes out of all nodes: hierarchical, with one boundary per step, for every system.
-        """
+        """The least that a step must send between nodes with this sharding."""
         micro_steps = self._workload.micro_steps
         told = explain(self.model, num_micro_steps=micro_steps, topology=self._topology)
-        bound: Counter[str] = Counter()
-        for unit in told.units:
-            forward = _gathered([replace(unit, gathers=1)], micro_steps)
-            bound["forward"] += forward
-            bound["backward"] += _gathered([unit], micro_steps) - forward
-        for stage in step_traffic(told.units, Options(num_micro_steps=micro_steps)).stages:
-            if not stage.name.startswith("gather"):
-                name = "reduction" if stage.name.startswith("reduce") else "boundary"
-                bound[name] += stage.inter_node_bytes
-        return dict(bound)
+        return bound_of_stages(told.units, micro_steps=micro_steps)
 
     def step(self, phases: Phases) -> float:
         """One optimizer step; the gradient norm before clipping."""
@@ -137,8 +123,3 @@ class Training:
             return clip_grad_norm_(parameters, max_norm=1.0).item()
         norm = nn.utils.clip_grad_norm_(parameters, max_norm=1.0)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-
-def _gathered(units: Sequence[Unit], micro_steps: int) -> int:
-    traffic = step_traffic(units, Options(num_micro_steps=micro_steps))
-    return sum(s.inter_node_bytes for s in traffic.stages if s.name.startswith("gather"))

@@ -16,10 +16,14 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from benchmarks.bound import bound_of_stages
 from benchmarks.phases import Phases
 from benchmarks.workload import Linears
+from mics_dtensor.layout import GroupShape
+from mics_dtensor.plan.traffic import Unit
 
 # What is not written here is DeepSpeed's default, for stage 3 what its documentation recommends.
+_ZERO = "zero_optimization"
 _LIKE_FOR_LIKE = {
     "stage3_max_reuse_distance": 0,
     # The prefetch keeps what it sees coming within 5e7 elements, more than the whole model here.
@@ -37,7 +41,7 @@ class Training:
             "gradient_accumulation_steps": workload.micro_steps,
             "gradient_clipping": 1.0,
             "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": 3, **reuse},
+            _ZERO: {"stage": 3, **reuse},
         }
         self.versions = {"deepspeed": deepspeed.__version__, "torch_of_peer": torch.__version__}
         self._workload = workload
@@ -47,6 +51,19 @@ class Training:
             model=model, optimizer=workload.optimizer(model), config=dict(self.configuration)
         )
         self._batches = list(workload.batches(dist.get_rank()))
+
+    def bound_of_stages(self) -> dict[str, int]:
+        """The least that a step must send between nodes with this sharding."""
+        per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        unit = Unit(
+            name="layer",
+            shapes=((self._workload.dim, self._workload.dim),),
+            shard=GroupShape(dist.get_world_size() // per_node, per_node, 1),
+            replicate=GroupShape(1, 1, dist.get_world_size()),
+            count=self._workload.num_layers,
+            gathers=2 if "stage3_max_reuse_distance" in self.configuration[_ZERO] else 1,
+        )
+        return bound_of_stages([unit], micro_steps=self._workload.micro_steps)
 
     def step(self, phases: Phases) -> float:
         """One optimizer step; the gradient norm before clipping."""
