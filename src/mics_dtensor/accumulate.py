@@ -23,6 +23,7 @@ from mics_dtensor.audit import audit_gradients, lost_at_boundary
 from mics_dtensor.boundary import Boundary
 from mics_dtensor.bucket import Message
 from mics_dtensor.errors import AccumulationError
+from mics_dtensor.mesh import hop_stages_of
 from mics_dtensor.plan.traffic import BUCKET_SIZE_BYTES
 from mics_dtensor.upstream import (
     Unit,
@@ -66,11 +67,12 @@ def gradient_accumulation(
     where a message fails. After any exception `.grad` is what it was at entry, and the next step
     starts clean.
     """
-    units = units_of(model)
+    parts = [model] if isinstance(model, nn.Module) else list(model)
+    units = units_of(parts)
     _refuse(units, num_micro_steps, early=overlap_boundary, static=static_gradients)
     boundary = Boundary(
         units,
-        Message(second_hop_dtype),
+        Message(second_hop_dtype, hop_stages_of(parts)),
         bucket_size_bytes=bucket_size_bytes,
         early=overlap_boundary,
         static=static_gradients,
