@@ -132,7 +132,8 @@ class Boundary:
             gradient.abandon()
 
     def _next_bucket(self) -> Bucket | None:
-        return next((b for b in self.buckets if b.gradients[0] not in self.left), None)
+        sent = (bucket for bucket in self.buckets if bucket.group is not None)
+        return next((bucket for bucket in sent if bucket.gradients[0] not in self.left), None)
 
     def _launch(self, bucket: Bucket) -> None:
         self.left |= {gradient: gradient.is_present for gradient in bucket.gradients}
