@@ -124,6 +124,7 @@ def plan_of(config: RunConfig, layout: Layout, micro_steps: int, *, backend: Any
             config.mics.second_hop_dtype or config.training.mixed_precision_reduce
         ],
         reshard_after_forward=parallelism.fsdp_reshard_after_forward,
+        node_local_backward=config.mics.node_local_backward,
         chunked_loss=num_loss_chunks(config) > 1,
     )
     options = Options(

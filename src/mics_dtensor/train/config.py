@@ -63,7 +63,7 @@ class Mics:
         None, "dtype of the boundary's messages; not given, that of the gradients' reduction"
     )
     node_local_backward: bool = key(
-        False, "keep parameters sharded inside a node for the backward", reserved=True
+        False, "what the forward gathers stays cut inside a node, for the backward"
     )
     optimizer_over_replicas: bool = key(
         False, "shard optimizer states over the replicas", reserved=True

@@ -152,6 +152,11 @@ def _refuse_numbers(config: RunConfig) -> None:
     for name, value in positive.items():
         if isinstance(value, int) and value < 1:
             raise ConfigError(f"{name} = {value}; it must be 1 or more")
+    if mics.node_local_backward and not mics.hierarchical:
+        raise ConfigError(
+            "mics.node_local_backward = true is a part of the hierarchy, which mics.hierarchical = "
+            "false switches off; delete one of the lines"
+        )
     if mics.check_replicas_every < 0:
         raise ConfigError(
             f"mics.check_replicas_every = {mics.check_replicas_every}; write the number of steps, "

@@ -68,7 +68,12 @@ class MicsTrainer(Trainer):
         units = units_of(self.model_parts)
         agreed(lambda: audit_groups(units, placement.layout, rank=dist.get_rank()))
         device_shim.use_sums_of_gloo(self.model_parts)
-        apply_mics(self.model_parts, topology=placement.topology, hierarchical=mics.hierarchical)
+        apply_mics(
+            self.model_parts,
+            topology=placement.topology,
+            hierarchical=mics.hierarchical,
+            node_local_backward=mics.node_local_backward,
+        )
         synchronize_replicas(self.model_parts)
         self._head = HeadUnit.of(self.loss_fn, units)
         self.explanation = self._explained()

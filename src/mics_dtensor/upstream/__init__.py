@@ -7,8 +7,20 @@ gathered and reduced in one message.
 
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from mics_dtensor.upstream.comm import coalescing, norms_of, scale_, set_timeout, timeout_of
+from mics_dtensor.upstream.comm import (
+    all_gather,
+    coalescing,
+    norms_of,
+    reduce_scatter,
+    scale_,
+    set_timeout,
+    timeout_of,
+)
 from mics_dtensor.upstream.exchange import first_hop_only, reset_after_exception, whole_units
+from mics_dtensor.upstream.reshard import (
+    can_reshard_over_smaller_group,
+    reshard_after_forward_over,
+)
 from mics_dtensor.upstream.units import ShardedParameter, Unit, local_of, units_of
 
 __all__ = [
@@ -16,11 +28,15 @@ __all__ = [
     "ReduceScatter",
     "ShardedParameter",
     "Unit",
+    "all_gather",
+    "can_reshard_over_smaller_group",
     "coalescing",
     "first_hop_only",
     "local_of",
     "norms_of",
+    "reduce_scatter",
     "reset_after_exception",
+    "reshard_after_forward_over",
     "scale_",
     "set_timeout",
     "timeout_of",

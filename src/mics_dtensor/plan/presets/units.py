@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mics_dtensor.errors import PlanError
-from mics_dtensor.layout import Layout
+from mics_dtensor.layout import GroupShape, Layout
 from mics_dtensor.plan.presets import Preset, UnitShapes
 from mics_dtensor.plan.traffic import Unit
 
@@ -23,6 +23,7 @@ class Policy:
     reduce_itemsize: int = 4
     hop_itemsize: int = 4
     reshard_after_forward: str = "default"
+    node_local_backward: bool = False
     chunked_loss: bool = True
     """torchtitan's ChunkedLossWrapper frees the unit of lm_head before its backward is over."""
 
@@ -37,6 +38,7 @@ def traffic_units(preset: Preset, layout: Layout, policy: Policy) -> tuple[Unit,
             shard=layout.shard_shape,
             replicate=layout.replicate_shape,
             gathers=_gathers(unit, policy),
+            regather=_regather(unit, layout, policy),
             gather_itemsize=policy.gather_itemsize,
             reduce_itemsize=policy.reduce_itemsize,
             hop_itemsize=policy.hop_itemsize,
@@ -57,6 +59,16 @@ def _gathers(unit: UnitShapes, policy: Policy) -> int:
     reshards = policy.reshard_after_forward == "always"
     reshards |= policy.reshard_after_forward == "default" and not has_head
     return 1 + reshards + (has_head and policy.chunked_loss)
+
+
+def _regather(unit: UnitShapes, layout: Layout, policy: Policy) -> GroupShape | None:
+    """The ranks of one node, of a unit that is gathered across nodes and again for the backward."""
+    shard = layout.shard_shape
+    spans_nodes = shard.num_nodes > 1 and shard.ranks_per_node > 1
+    reshards = policy.reshard_after_forward != "never" and "lm_head" not in unit.name
+    if not (policy.node_local_backward and spans_nodes and reshards):
+        return None
+    return GroupShape(1, shard.ranks_per_node, shard.num_groups * shard.num_nodes)
 
 
 def _shapes(unit: UnitShapes, layout: Layout) -> Iterator[tuple[int, ...]]:
