@@ -101,6 +101,12 @@ class Bucket:
         hook, the default one after the backward. `flat` is held until it has landed.
         """
         values: list[torch.Tensor | None] = [gradient.take() for gradient in self.gradients]
+        if self.group is None:  # nothing is sent, so nothing is put together
+            places = zip(values, self.gradients, strict=True)
+            self.pieces = [
+                v if v is not None else torch.zeros_like(g.param.local) for v, g in places
+            ]
+            return
         self.flat = self._as_it_lies(values)
         if self.flat is not None:
             self.pieces = [value for value in values if value is not None]
@@ -114,7 +120,7 @@ class Bucket:
                     piece.copy_(value.reshape(-1))
         if self.dtype == torch.float16:
             self.flat.div_(self.divisor)  # before the sum, which could overflow
-        if self.group is not None and self.flat.numel():
+        if self.flat.numel():
             with stage("second hop", self.names, self.group) as group:
                 self.work = message.send(self.flat, group=group)
 
@@ -128,10 +134,9 @@ class Bucket:
     @torch.no_grad()
     def land(self) -> None:
         """Scale, and give every gradient its piece."""
-        if self.flat is None:
-            return
-        if self.divisor != 1 and self.dtype != torch.float16:
-            self.flat.div_(self.divisor)
+        if self.divisor != 1 and (self.flat is None or self.dtype != torch.float16):
+            for whole in self.pieces if self.flat is None else [self.flat]:
+                whole.div_(self.divisor)
         for gradient, piece in zip(self.gradients, self.pieces, strict=True):
             gradient.put(piece)
         self.flat, self.pieces = None, []

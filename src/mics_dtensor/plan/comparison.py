@@ -35,7 +35,8 @@ class Comparison:
     @property
     def plain_hsdp(self) -> Traffic:
         """The same groups, one ring each, and an all-reduce over the replicas every micro-step."""
-        return step_traffic(self.units, self._plain)
+        units = [replace(unit, regather=None) for unit in self.units]
+        return step_traffic(units, self._plain)
 
     @property
     def inter_node_bytes(self) -> int:

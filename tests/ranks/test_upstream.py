@@ -1,0 +1,270 @@
+"""A canary for every private name of torch in src/mics_dtensor/upstream: it exists and behaves.
+
+Where one dies on a new release, the file behind the door is the only one to change.
+"""
+
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness.ranks import ranks
+from harness.sharded import batch, mesh_of, shard, stack, whole
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_collectives, _fsdp_common
+from torch.distributed.tensor import DTensor
+
+UPSTREAM = Path(__file__).parents[2] / "src" / "mics_dtensor" / "upstream"
+HAS_SEVERAL_GROUPS = hasattr(_fsdp_common, "ShardPlacementResult")  # torch >= 2.13
+
+
+def state_of(module: FSDPModule) -> Any:
+    return module._get_fsdp_state()
+
+
+def group_of(module: FSDPModule) -> Any:
+    state = state_of(module)
+    if HAS_SEVERAL_GROUPS:
+        (group,) = state._fsdp_param_groups
+        return group
+    return state._fsdp_param_group
+
+
+class Canaries:
+    """Each method a canary, named after the private names that it stands for."""
+
+    def __init__(self) -> None:
+        self.model: Any = shard(stack(), mesh_of(2, 2), reshard_after_forward=True)
+        self.layer = self.model.layers[0]
+        self.group = group_of(self.layer)
+        self.param = self.group.fsdp_params[0]
+
+    def local_tensor(self) -> None:
+        parameter = self.layer.linear.weight
+        assert isinstance(parameter, DTensor)
+        assert parameter._local_tensor.data_ptr() == parameter.to_local().data_ptr()
+
+    def fsdp_params_sharded_param_unsharded_param_fqn(self) -> None:
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        found = [names[id(p.sharded_param)] for p in self.group.fsdp_params]
+        assert found == [f"layers.0.{name}" for name, _ in self.layer.named_parameters()]
+        self.model(batch(0))  # the fully qualified names are set at the first forward
+        assert [p._param_fqn for p in self.group.fsdp_params] == found
+        self.layer.unshard()
+        assert all(
+            p._unsharded_param is q
+            for p, q in zip(self.group.fsdp_params, self.layer.parameters(), strict=True)
+        )
+        self.layer.reshard()
+
+    def orig_size_padded_sharded_param_size_to_sharded_dtensor_placement(self) -> None:
+        for p in self.group.fsdp_params:
+            assert tuple(p._orig_size) == tuple(p.sharded_param.shape)
+            assert p.padded_sharded_param_size[0] == -(-p._orig_size[0] // 2)
+            assert p.fsdp_placement.dim == 0
+            gradient = p.to_sharded_dtensor(torch.zeros_like(p.sharded_param._local_tensor))
+            assert gradient.placements == p.sharded_param.placements
+            assert gradient.shape == p.sharded_param.shape
+
+    def post_accumulate_grad_hooks(self) -> None:
+        """FSDP2 calls them after each reduction; torch keeps them in this attribute."""
+        seen: list[torch.Tensor] = []
+        parameter = self.layer.linear.weight
+        assert not getattr(parameter, "_post_accumulate_grad_hooks", None)
+        hook = parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+        assert len(parameter._post_accumulate_grad_hooks) == 1
+        self.model(batch(0)).sum().backward()
+        hook.remove()
+        assert [tensor.shape for tensor in seen] == [parameter.shape]
+
+    def unsharded_accumulated_grad_and_unsharded_param_grad(self) -> None:
+        """Where a backward without gradient sync leaves its gradient."""
+        self.model.set_requires_gradient_sync(False)
+        self.model(batch(0)).sum().backward()
+        assert not self.group.reduce_grads
+        left = [
+            p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None
+            for p in self.group.fsdp_params
+        ]
+        assert all(left)
+        self.model.set_requires_gradient_sync(True)
+        assert self.group.reduce_grads
+
+    def mesh_info_kinds_and_groups(self) -> None:
+        info = self.group.mesh_info
+        assert isinstance(info, _fsdp_common.HSDPMeshInfo)
+        assert isinstance(info, _fsdp_common.FSDPMeshInfo)
+        assert isinstance(info, _fsdp_common.DDPMeshInfo)
+        assert isinstance(info, _fsdp_common.DataParallelMeshInfo)
+        assert (info.replicate_mesh_dim, info.shard_mesh_dim) == (0, 1)
+        assert dist.get_process_group_ranks(info.shard_process_group) == [
+            dist.get_rank() // 2 * 2,
+            dist.get_rank() // 2 * 2 + 1,
+        ]
+        assert info.replicate_process_group.size() == 2
+        assert isinstance(info.mesh, DeviceMesh)
+        plain = group_of(shard(stack(), mesh_of(4)).layers[0]).mesh_info
+        assert not isinstance(plain, _fsdp_common.DDPMeshInfo)
+        narrowed = _fsdp_common.FSDPMeshInfo(info.mesh, shard_mesh_dim=1)
+        assert narrowed.shard_process_group is info.shard_process_group
+        if HAS_SEVERAL_GROUPS:
+            assert info.dp_mesh_dims is None
+            assert info.spmd_mesh is None
+            assert hasattr(info, "reduce_scatter_process_group")
+
+    def mesh_info_decides_about_the_all_reduce(self) -> None:
+        """The exchange: with a shard-only mesh_info the reduction stops in the partition group."""
+        for of in self.model.modules():
+            if isinstance(of, FSDPModule):
+                info = group_of(of).mesh_info
+                ours = _fsdp_common.FSDPMeshInfo(info.mesh, shard_mesh_dim=1)
+                group_of(of).mesh_info = ours
+                group_of(of).post_forward_mesh_info = ours
+        self.model(batch(dist.get_rank())).sum().backward()
+        mine = self.model.head.bias.grad._local_tensor
+        alone = stack()
+        for rank in (dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1):
+            (alone(batch(rank)).sum() / 2).backward()
+        assert torch.allclose(mine, alone.head.bias.grad.chunk(2)[dist.get_rank() % 2])
+        assert len(self.model.head.bias.grad.placements) == 2
+
+    def post_forward_mesh_info_auto_reshard_after_forward(self) -> None:
+        assert self.group.post_forward_mesh_info == self.group.mesh_info
+        kept = group_of(shard(stack(), mesh_of(2, 2), reshard_after_forward=False).layers[0])
+        assert kept.post_forward_mesh_info is None
+        default = shard(stack(), mesh_of(2, 2))
+        assert state_of(default)._auto_reshard_after_forward
+        assert not state_of(self.model)._auto_reshard_after_forward
+        smaller = group_of(shard(stack(), mesh_of(1, 4), reshard_after_forward=2).layers[0])
+        assert smaller.post_forward_mesh_info.shard_process_group.size() == 2
+
+    def device_mp_policy_gradient_divide_factor(self) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model: Any = shard(stack(), mesh_of(2, 2), mp_policy=policy)
+        group = group_of(model)
+        assert group.device == torch.device("cpu")
+        assert (group.mp_policy.param_dtype, group.mp_policy.reduce_dtype) == (
+            torch.bfloat16,
+            torch.float32,
+        )
+        assert group.gradient_divide_factor is None
+        model.set_gradient_divide_factor(3.0)
+        assert group.gradient_divide_factor == 3.0
+
+    def partial_reduce_output_all_reduce_hook(self) -> None:
+        assert self.group._partial_reduce_output is None
+        self.model.set_requires_all_reduce(False)
+        self.model(batch(0)).sum().backward()
+        assert self.group._partial_reduce_output is not None
+        assert self.group._all_reduce_hook is None
+        self.layer.set_all_reduce_hook(lambda _: None)
+        assert self.group._all_reduce_hook is not None
+
+    def all_gather_comm_reduce_scatter_comm_defaults(self) -> None:
+        """The attributes are what FSDP2 calls, and set_custom_all_gather sets them."""
+        assert type(self.group._all_gather_comm) is _fsdp_collectives.DefaultAllGather
+        assert type(self.group._reduce_scatter_comm) is _fsdp_collectives.DefaultReduceScatter
+        assert issubclass(_fsdp_collectives.DefaultAllGather, _fsdp_api.AllGather)
+        assert issubclass(_fsdp_collectives.DefaultReduceScatter, _fsdp_api.ReduceScatter)
+        calls: list[str] = []
+
+        class Told(_fsdp_collectives.DefaultAllGather):
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                calls.append("gather")
+                return super().__call__(*args, **kwargs)
+
+        self.group._all_gather_comm = Told()
+        self.model(batch(0)).sum().backward()
+        assert calls == ["gather", "gather"]
+        told = Told()
+        self.layer.set_custom_all_gather(told)
+        assert self.group._all_gather_comm is told
+
+    def state_ctx_all_states_is_root(self) -> None:
+        self.model(batch(0))
+        context = state_of(self.model)._state_ctx
+        assert context is state_of(self.layer)._state_ctx
+        assert [state._is_root for state in context.all_states].count(True) == 1
+        assert len(context.all_states) == 3
+
+    def reset_iter_state(self) -> None:
+        """After an exception in a forward the next step is a clean one (2.11: ours does it)."""
+        from mics_dtensor.upstream import reset_after_exception, units_of
+
+        def fail(*_: object) -> None:
+            raise ValueError("in the forward")
+
+        self.model(batch(5)).sum().backward()
+        clean = [whole(p.grad) for p in self.model.parameters()]
+        self.model.zero_grad()
+        hook = self.model.head.register_forward_pre_hook(fail)
+        try:
+            self.model(batch(5))
+        except ValueError:
+            hook.remove()
+        assert hasattr(state_of(self.model), "_reset_iter_state") == HAS_SEVERAL_GROUPS
+        reset_after_exception(units_of(self.model))
+        self.model(batch(5)).sum().backward()
+        again = [whole(p.grad) for p in self.model.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(clean, again, strict=True))
+
+    def comm_ctx_device_handle_and_training_states(self) -> None:
+        """What the reset for torch 2.11 touches."""
+        self.model(batch(0)).sum().backward()
+        root = state_of(self.model)
+        for name in ("all_gather_state", "reduce_scatter_state", "post_forward_order"):
+            assert hasattr(root._comm_ctx, name) or HAS_SEVERAL_GROUPS, name
+        assert root._device_handle.current_stream() is not None
+        assert root._training_state == _fsdp_common.TrainingState.IDLE
+        assert self.group._training_state == _fsdp_common.TrainingState.IDLE
+        assert self.group._all_gather_result is None
+        assert self.group._post_forward_indices == []
+        assert not root._state_ctx.post_backward_final_callback_queued
+        for name in ("_wait_for_post_backward", "_to_sharded", "_reshard_after_forward_event"):
+            assert hasattr(self.group, name), name
+        assert hasattr(root, "_modules_to_run_forward")
+        assert hasattr(root._state_ctx, "iter_forward_root")
+
+    def get_default_group_get_backend_options_timeout(self) -> None:
+        world = dist.distributed_c10d._get_default_group()
+        assert world is dist.group.WORLD
+        group = dist.new_group(timeout=timedelta(seconds=17))
+        options = group._get_backend(torch.device("cpu")).options
+        assert options._timeout == timedelta(seconds=17)
+
+    def coalescing_manager(self) -> None:
+        """Gloo has none, which is why collectives.py goes block by block there."""
+        assert callable(dist.distributed_c10d._coalescing_manager)
+
+    def foreach_mul_and_norm(self) -> None:
+        tensors = [torch.full((3,), 2.0, dtype=torch.bfloat16), torch.ones(2)]
+        torch._foreach_mul_(tensors, torch.tensor(0.5))
+        assert [tensor.tolist() for tensor in tensors] == [[1.0] * 3, [0.5] * 2]
+        (norm,) = torch._foreach_norm([tensors[0]], 2.0, dtype=torch.float32)
+        assert norm.dtype == torch.float32
+        assert torch.isclose(norm, torch.tensor(3.0).sqrt())
+
+
+@ranks(4, timeout_s=100)
+def test_every_canary_lives() -> None:
+    died = []
+    for name in [name for name in vars(Canaries) if not name.startswith("_")]:
+        try:
+            getattr(Canaries(), name)()
+        except (AssertionError, AttributeError, TypeError) as error:
+            died.append(f"{name} (torch {torch.__version__}): {error!r}")
+    assert not died, "\n".join(died)
+
+
+def test_every_private_name_has_a_canary() -> None:
+    """Read from the sources: a name that is added there is missed here."""
+    canaries = Path(__file__).read_text()
+    ours = {"_reset_iter_state_2_11", "_without_replicas", "_copy_reduce_scatter_group"}
+    ours |= {"_parameter_name", "_unit", "_state"}
+    for file in UPSTREAM.glob("*.py"):
+        used = set(re.findall(r"(?<=\.)_[a-z]\w*", file.read_text()))
+        missing = sorted(name for name in used - ours if name not in canaries)
+        assert not missing, (file.name, missing)
