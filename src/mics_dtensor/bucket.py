@@ -14,13 +14,15 @@ import torch
 import torch.distributed as dist
 
 from mics_dtensor.gradient import Gradient
+from mics_dtensor.slices import Range, reduce_slices
 from mics_dtensor.stage import stage
 from mics_dtensor.upstream import Unit
 
 
 @dataclass(frozen=True)
 class Message:
-    """What a bucket is while it crosses the replicas: one asynchronous all-reduce, a sum.
+    """What a bucket is while it crosses the replicas: one asynchronous all-reduce, a sum; where
+    optimizer states are sharded over the replicas, a reduce-scatter.
 
     `dtype` None is the unit's reduce dtype: what plain HSDP would send.
     """
@@ -31,8 +33,15 @@ class Message:
         """The dtype on the wire."""
         return self.dtype or unit.reduce_dtype
 
-    def send(self, flat: torch.Tensor, *, group: dist.ProcessGroup) -> dist.Work:
-        """Start; `flat` holds the sum when the work is done. Collective over `group`."""
+    def send(
+        self, flat: torch.Tensor, *, group: dist.ProcessGroup, cuts: Sequence[Sequence[Range]] = ()
+    ) -> dist.Work:
+        """Start; `flat` holds the sum when the work is done. Collective over `group`.
+
+        With `cuts`, the ranges of each replica, it holds the sum in those of this one, else zeros.
+        """
+        if cuts:
+            return reduce_slices(flat, cuts, group=group)
         work: dist.Work = dist.all_reduce(flat, group=group, async_op=True)
         return work
 
@@ -74,7 +83,7 @@ class Bucket:
             self.flat.div_(self.divisor)  # before the sum, which could overflow
         if self.group is not None and self.flat.numel():
             with stage("second hop", self.names, self.group) as group:
-                self.work = message.send(self.flat, group=group)
+                self.work = message.send(self.flat, group=group, cuts=self._cuts(group.size()))
 
     def wait(self) -> None:
         """Until the sum is here (on CUDA: until the current stream may use it)."""
@@ -116,6 +125,17 @@ class Bucket:
             ):
                 return None
         return torch.as_strided(first, (end,), (1,), offset)
+
+    def _cuts(self, num_replicas: int) -> list[list[Range]]:
+        """By replica, the ranges of the message that are its own; none where all is everyone's."""
+        starts, _ = self._places()
+        cuts: list[list[Range]] = [[] for _ in range(num_replicas)]
+        for at, gradient in zip(starts, self.gradients, strict=True):
+            if gradient.slice is None:
+                return []
+            for its, (start, end) in zip(cuts, gradient.slice.ranges, strict=True):
+                its.append((at + start, at + end))
+        return cuts
 
     def _places(self) -> tuple[list[int], int]:
         """Where each gradient starts in the message, and where the last ends.
