@@ -30,11 +30,11 @@ def clip_grad_norm_(
 
     The norm is that of one process, whatever meshes the parameters are on: shards are summed over
     the axes that shard them, and replicas counted once; where each replica has a slice of the
-    gradient (ReplicaShardedOptimizer), slices are summed as shards are. Collective over those axes: every rank that
-    holds the parameters calls it. Raises AccumulationError before the last micro-step of an open
-    gradient_accumulation has ended, ConfigError for a norm_type that is not above 0, and
-    RuntimeError for a norm that is not finite if asked to; the gradients are then unchanged.
-    Norms of gradients narrower than fp32 are fp32.
+    gradient (ReplicaShardedOptimizer), slices are summed as shards are. Only scalars are sent.
+    Collective over those axes: every rank that holds the parameters calls it. Raises
+    AccumulationError before the last micro-step of an open gradient_accumulation has ended,
+    ConfigError for a norm_type that is not above 0, and RuntimeError for a norm that is not finite
+    if asked to; the gradients are then unchanged. Norms of gradients narrower than fp32 are fp32.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm = total_norm(parameters, norm_type=norm_type, foreach=foreach)

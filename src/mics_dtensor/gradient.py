@@ -55,6 +55,8 @@ class Gradient:
 
     def foresee(self, *, counts_unused: bool) -> None:
         """Before FSDP2 reduces the unit: has a backward of this rank used the parameter?"""
+        if self.slice is not None:
+            self.slice.accept_gradient_dtype()
         used = counts_unused or self.param.has_unreduced_gradient()
         self.is_used, self.is_filler = self.is_used or used, not used
 
@@ -84,7 +86,7 @@ class Gradient:
         if self.slice is not None and there is not None:
             there = self.slice.own(cast("DTensor", there))
         if there is None and self.slice is not None:
-            parameter.grad = self.slice.as_gradient(reduced.to(self.slice.gradient_dtype))
+            parameter.grad = self.slice.as_gradient(reduced)
         elif there is None:
             parameter.grad = self.param.as_gradient(reduced.to(local.dtype))
         elif self.static:

@@ -8,8 +8,7 @@ measured what the copies cost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, overload
 from weakref import finalize
 
@@ -17,19 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mics_dtensor.errors import ConfigError
-from mics_dtensor.slices import Slice, gather_slices, slice_of, slices_of_unit
-from mics_dtensor.stage import stage
-from mics_dtensor.upstream import (
-    Unit,
-    add_hook,
-    flat_shard,
-    is_replaced,
-    local_of,
-    run_load_hooks,
-    units_of,
-    version_of,
-)
+from mics_dtensor.errors import CheckpointError, ConfigError
+from mics_dtensor.slots import UnitSlots
+from mics_dtensor.upstream import Unit, add_hook, run_load_hooks, units_of
 
 ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "DistMuon")
@@ -49,6 +38,11 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
     the replicas: `.grad` is then this replica's summand of the gradient, zero outside of its slice
     (a DTensor that is Partial over the replicas). It may be scaled; it must stay zero there.
 
+    `master_weights`: "fp32": the shards are what is trained. "sharded": this replica's slice has an
+    fp32 copy, which is trained, and the shards are rounded from it: make the optimizer while the
+    shards are fp32, then call `model.to(torch.bfloat16)` before the first forward. `.grad` is then
+    fp32. Per element of a shard, with Adam: 4 + 4 + 8/R bytes, or 2 + 4 + 12/R.
+
     `skip_nonfinite`: skip the step, on every rank of the world, if a gradient of one is not finite;
     `skipped` then says so. Entries may be changed in `param_groups` between steps, as learning-rate
     schedulers do. `state` is a view: read it, load with load_state_dict.
@@ -63,6 +57,7 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
         *,
         param_groups: Iterable[dict[str, Any]] | None = None,
         elementwise: bool | None = None,
+        master_weights: MasterWeights = "fp32",
         skip_nonfinite: bool = False,
         **defaults: Any,
     ) -> None:
@@ -71,13 +66,15 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
         units = units_of(model)
         groups = _groups(units, param_groups)
         chosen = {id(parameter) for group in groups for parameter in group["params"]}
-        self._buckets = [
-            bucket for unit in units if (bucket := _Bucket.of(unit, chosen)) is not None
-        ]
+        if master_weights not in ("fp32", "sharded"):
+            raise ConfigError(f'master_weights is {master_weights!r}; give "fp32" or "sharded"')
+        has_masters = master_weights == "sharded"
+        found = [UnitSlots.of(unit, chosen, has_masters=has_masters) for unit in units]
+        self._units = [its for its in found if its is not None]
         self._slots = {
             slot.parameter: slot
-            for bucket in self._buckets
-            for slot in bucket.slots
+            for unit in self._units
+            for slot in unit.slots
             if id(slot.parameter) in chosen
         }
         self._refuse_outside(groups)
@@ -88,9 +85,7 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
         super().__init__(groups, self._inner.defaults)
         self._copy_options(self._inner, self)
         hooks = [
-            add_hook(slot.parameter, slot.slice)
-            for bucket in self._buckets
-            for slot in bucket.slots
+            add_hook(slot.parameter, slot.slice) for unit in self._units for slot in unit.slots
         ]
         finalize(self, _remove, hooks)
 
@@ -108,6 +103,7 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for slot in self._slots.values():
             slot.follow()
+            slot.refuse_wide_shard()
         self._copy_options(self, self._inner)
         for slot in self._slots.values():
             slot.take_gradient()
@@ -117,9 +113,62 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
         for slot in self._slots.values():
             slot.tensor.grad = None
         if not self.skipped:
-            for bucket in self._buckets:
-                bucket.gather()
+            for slot in self._slots.values():
+                slot.write_back()
+            for unit in self._units:
+                unit.gather()
+            for slot in self._slots.values():
+                slot.remember()
         return loss
+
+    @property  # type: ignore[override]
+    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """By parameter: its states, those of the slice's shape as pieces of the whole tensor."""
+        found: dict[nn.Parameter, dict[str, Any]] = {}
+        for parameter, slot in vars(self).get("_slots", {}).items():
+            its = self._inner.state.get(slot.tensor)
+            if its:
+                found[parameter] = {
+                    name: slot.as_piece(value) if _is_of(slot.tensor, value) else value
+                    for name, value in its.items()
+                }
+                if slot.has_master:
+                    found[parameter]["master"] = slot.as_piece(slot.tensor)
+        return found
+
+    @state.setter
+    def state(self, value: dict[nn.Parameter, dict[str, Any]]) -> None:
+        if value:
+            raise ConfigError("the states of slices are loaded with load_state_dict")
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """States of this layout, or whole ones; DCP moves others into this layout beforehand.
+
+        No communication. Raises CheckpointError for states of another layout.
+        """
+        state_dict = run_load_hooks(self, state_dict)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        if len(names) != len(parameters):
+            raise CheckpointError(
+                f"the saved optimizer has {len(names)} parameters, this one {len(parameters)}"
+            )
+        for name, parameter in zip(names, parameters, strict=True):
+            saved = dict(state_dict["state"].get(name, {}))
+            slot = self._slots[parameter]
+            if "master" in saved:
+                master = slot.from_saved(saved.pop("master"))
+                if slot.has_master:
+                    slot.tensor.copy_(master)
+            if saved:
+                self._inner.state[slot.tensor] = {
+                    key: slot.from_saved(value) for key, value in saved.items()
+                }
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group |= {k: v for k, v in saved.items() if k not in ("params", "param_names")}
+        self._copy_options(self, self._inner)
+        run_load_hooks(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """At construction only: slices are cut once."""
@@ -134,7 +183,7 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
         """Whether a gradient of some rank is not finite. Collective over the world."""
         mine = [slot.tensor.grad for slot in self._slots.values() if slot.tensor.grad is not None]
         bad = any(not bool(torch.isfinite(gradient).all()) for gradient in mine)
-        device = self._buckets[0].unit.device if self._buckets else torch.device("cpu")
+        device = self._units[0].unit.device if self._units else torch.device("cpu")
         flag = torch.tensor(int(bad), dtype=torch.int32, device=device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
@@ -151,68 +200,6 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
                         f"a parameter of shape {tuple(parameter.shape)} is in no FSDP unit of the "
                         "model, or is frozen: give it to an optimizer of its own"
                     )
-
-
-@dataclass(eq=False)
-class _Slot:
-    """A parameter, and the tensor that the inner optimizer updates: its slice."""
-
-    slice: Slice
-    parameter: nn.Parameter
-    tensor: torch.Tensor
-    address: int = 0
-
-    @classmethod
-    def of(cls, its: Slice) -> _Slot:
-        flat = flat_shard(its.param)
-        return cls(its, its.param.parameter, its.of(flat), flat.data_ptr())
-
-    def follow(self) -> None:
-        """To where the shard lies by now. Raises ConfigError if it is another parameter's."""
-        if is_replaced(self.slice.param, self.parameter):
-            raise ConfigError(
-                f"{self.slice.param.name} is another object than when ReplicaShardedOptimizer was "
-                "made (load_state_dict(assign=True)?), and would not be trained: load in place, or "
-                "make the optimizer anew"
-            )
-        flat = flat_shard(self.slice.param)
-        if flat.data_ptr() != self.address or flat.dtype != self.tensor.dtype:
-            self.tensor.data = self.slice.of(flat)
-            self.address = flat.data_ptr()
-
-    def take_gradient(self) -> None:
-        """The slice of `.grad`: no copy."""
-        gradient = self.parameter.grad
-        self.tensor.grad = None
-        if gradient is not None:
-            self.tensor.grad = self.slice.of(local_of(gradient)).to(self.tensor.dtype)
-
-
-@dataclass(eq=False)
-class _Bucket:
-    """The parameters of one unit: one message after the step."""
-
-    unit: Unit
-    slots: list[_Slot] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, unit: Unit, chosen: set[int]) -> _Bucket | None:
-        if not any(id(param.parameter) in chosen for param in unit.params):
-            return None
-        for param in unit.params:
-            if slice_of(param.parameter) is not None:
-                raise ConfigError(
-                    f"{param.name} is sliced by a ReplicaShardedOptimizer already: give all "
-                    "parameters of a unit to one, or delete the other first"
-                )
-        return cls(unit, [_Slot.of(its) for its in slices_of_unit(unit, None)])
-
-    def gather(self) -> None:
-        """The slices of the other replicas. Collective over the replication group."""
-        if self.unit.num_replicas == 1 or self.unit.replicate_group is None:
-            return
-        with stage("gather of updated slices", self.unit.name, self.unit.replicate_group) as group:
-            gather_slices([slot.slice for slot in self.slots], group=group, device=self.unit.device)
 
 
 def _groups(units: list[Unit], given: Iterable[dict[str, Any]] | None) -> Groups:
@@ -239,6 +226,11 @@ def _refuse_class(optimizer_cls: type[torch.optim.Optimizer], elementwise: bool 
             f"{name} is not known to treat every element alone; use Adam, AdamW or SGD, or say "
             "elementwise=True if it does"
         )
+
+
+def _is_of(tensor: torch.Tensor, value: object) -> bool:
+    """Whether a state is of the slice's shape, and not a number of steps."""
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == tensor.shape
 
 
 def _remove(hooks: list[Callable[[], None]]) -> None:

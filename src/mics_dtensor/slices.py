@@ -20,7 +20,7 @@ from mics_dtensor.upstream import (
     ShardedParameter,
     Unit,
     all_gather,
-    as_partial_gradient,
+    as_summand,
     flat_shard,
     hooks_of,
     local_of,
@@ -65,7 +65,7 @@ class Slice:
         return self.ranges[self.replica]
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """This replica's part of a tensor of the shard's shape: a view, 1-D."""
+        """The part of a tensor of the shard's shape: a view, 1-D."""
         start, end = self.mine
         return local.view(-1)[start:end]
 
@@ -80,13 +80,17 @@ class Slice:
             return gradient
         local = local_of(gradient)
         self.clear_rest(local)
-        return as_partial_gradient(self.param, local, axis=self.axis)
+        return as_summand(self.param, local, axis=self.axis)
 
     def as_gradient(self, local: torch.Tensor) -> DTensor:
         """`local`, zero outside of the slice, as this replica's summand of the gradient."""
-        if self.axis is None:
-            return self.param.as_gradient(local)
-        return as_partial_gradient(self.param, local, axis=self.axis)
+        self.accept_gradient_dtype()
+        return as_summand(self.param, local.to(self.gradient_dtype), axis=self.axis)
+
+    def accept_gradient_dtype(self) -> None:
+        """Let `.grad` be wider than the parameter. Each time: `.to(dtype)` sets it back."""
+        if self.gradient_dtype != self.param.parameter.dtype:
+            self.param.parameter.grad_dtype = None
 
     @torch.no_grad()
     def clear_rest(self, local: torch.Tensor) -> None:
@@ -163,7 +167,11 @@ class _SliceWork(dist.Work):
     """Waiting puts the sums in their place. Holds the buffers of the message."""
 
     def __init__(
-        self, work: dist.Work, flat: torch.Tensor, received: torch.Tensor, mine: Sequence[Range]
+        self,
+        work: dist.Work | None,
+        flat: torch.Tensor,
+        received: torch.Tensor,
+        mine: Sequence[Range],
     ) -> None:
         super().__init__()
         self._work, self._flat, self._received, self._mine = work, flat, received, mine
@@ -171,7 +179,9 @@ class _SliceWork(dist.Work):
     @torch.no_grad()
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Until the sums are here (on CUDA: until the current stream may use them)."""
-        done = bool(self._work.wait() if timeout is None else self._work.wait(timeout))
+        done = True
+        if self._work is not None:
+            done = bool(self._work.wait() if timeout is None else self._work.wait(timeout))
         size = sum(end - start for start, end in self._mine)
         wide = torch.float32 if self._flat.itemsize < 4 else self._flat.dtype
         total = self._received.view(-1, size).sum(0, dtype=wide) if size else self._received

@@ -14,7 +14,7 @@ ORDER = (
     ("layout",),
     ("plan", "mesh", "stage"),
     ("slices",),
-    ("gradient", "agreement"),
+    ("gradient", "agreement", "slots"),
     ("bucket",),
     ("collectives", "boundary", "audit"),
     ("accumulate", "apply", "replicas"),

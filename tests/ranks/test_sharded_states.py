@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from harness.ranks import ranks
 from harness.sharded import batch, equal_over, mesh_of, shard, whole
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from mics_dtensor import gradient_accumulation
 from mics_dtensor.sharded_states import ReplicaShardedOptimizer

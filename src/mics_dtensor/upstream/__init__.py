@@ -17,14 +17,14 @@ from mics_dtensor.upstream.comm import (
     timeout_of,
 )
 from mics_dtensor.upstream.exchange import first_hop_only, reset_after_exception, whole_units
-from mics_dtensor.upstream.piece import Piece, boxes_of
+from mics_dtensor.upstream.piece import Box, Piece, boxes_of
 from mics_dtensor.upstream.reshard import (
     can_reshard_over_smaller_group,
     reshard_after_forward_over,
 )
 from mics_dtensor.upstream.storage import (
     add_hook,
-    as_partial_gradient,
+    as_summand,
     flat_shard,
     hooks_of,
     is_replaced,
@@ -37,13 +37,14 @@ from mics_dtensor.upstream.units import ShardedParameter, Unit, local_of, units_
 
 __all__ = [
     "AllGather",
+    "Box",
     "Piece",
     "ReduceScatter",
     "ShardedParameter",
     "Unit",
     "add_hook",
     "all_gather",
-    "as_partial_gradient",
+    "as_summand",
     "boxes_of",
     "can_reshard_over_smaller_group",
     "coalescing",

@@ -59,8 +59,9 @@ class Piece(torch.Tensor):
     flat: torch.Tensor
     boxes: tuple[Box, ...]
 
-    @staticmethod
-    def __new__(cls, flat: torch.Tensor, shape: Sequence[int], boxes: Sequence[Box]) -> Piece:
+    @classmethod
+    def of(cls, flat: torch.Tensor, shape: Sequence[int], boxes: Sequence[Box]) -> Piece:
+        """Of a tensor of `shape` the `boxes`, end to end in `flat` (1-D)."""
         piece: Piece = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=flat.dtype, device=flat.device
         )
@@ -96,7 +97,7 @@ class Piece(torch.Tensor):
         raise ValueError(f"{index.fqn}: no box at {index.offset} among {self.boxes}")
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
@@ -116,7 +117,7 @@ class Piece(torch.Tensor):
         if func in copies:
             options = {k: v for k, v in (kwargs or {}).items() if k != "memory_format"}
             its = args[0]
-            return cls(func(its.flat, *args[1:], **options), its.shape, its.boxes)
+            return cls.of(func(its.flat, *args[1:], **options), its.shape, its.boxes)
         if func is aten.copy_.default and isinstance(args[1], Piece):
             args[0].flat.copy_(args[1].flat)
             return args[0]

@@ -35,11 +35,15 @@ def mesh_of_parameter(param: ShardedParameter) -> DeviceMesh:
     return mesh
 
 
-def as_partial_gradient(param: ShardedParameter, local: torch.Tensor, *, axis: int) -> DTensor:
-    """`local`, of the shape of this rank's shard, as a summand over `axis` of the mesh; no copy."""
+def as_summand(param: ShardedParameter, local: torch.Tensor, *, axis: int | None) -> DTensor:
+    """`local`, of the shape of this rank's shard, as a gradient; no copy.
+
+    It is a summand over `axis` of the parameter's mesh, and of a dtype of its own.
+    """
     spec = param.fsdp._sharding_spec
     placements = list(spec.placements)
-    placements[axis] = Partial()
+    if axis is not None:
+        placements[axis] = Partial()
     return DTensor.from_local(
         local, spec.mesh, placements, run_check=False, shape=spec.shape, stride=spec.stride
     )
