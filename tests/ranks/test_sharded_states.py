@@ -11,6 +11,8 @@ from harness.ranks import ranks
 from harness.sharded import batch, equal_over, mesh_of, shard, whole
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from mics_dtensor import gradient_accumulation
 from mics_dtensor.sharded_states import ReplicaShardedOptimizer
@@ -103,3 +105,87 @@ def test_fifty_steps_equal_plain_mics_on_four_replicas_and_on_four_shards() -> N
         steps(plain, adamw(plain), iter(range(50)))
         expect_equal(model, plain, bits=shape[0] == 2)
         assert equal_over(locals_of(model), mesh.get_group("replicate"))
+
+
+class Feedforward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(25, 18), nn.Linear(18, 25)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def towers(mesh: DeviceMesh) -> nn.Module:
+    """Tensor parallel on one layer, rows of 9, 17, 25 on the others, and a frozen one."""
+    torch.manual_seed(0)
+    model = Odd()
+    model.layers.append(Feedforward())
+    model.layers[1].weight.requires_grad_(False)
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model.layers[3], mesh["tp"], plan)
+    return shard(model, mesh["replicate", "shard"])
+
+
+def grouped(model: nn.Module) -> list[dict[str, Any]]:
+    """Weight decay on matrices alone, as everyone has it."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.5},
+        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0, "lr": 3e-2},
+    ]
+
+
+@ranks(8, timeout_s=110)
+def test_tensor_parallel_frozen_parameters_groups_and_a_scheduler() -> None:
+    mesh = mesh_of(2, 2, 2)
+    model, plain = towers(mesh), towers(mesh)
+    mine = ReplicaShardedOptimizer(
+        model, torch.optim.AdamW, param_groups=grouped(model), lr=1e-2, foreach=False
+    )
+    theirs = torch.optim.AdamW(grouped(plain), lr=1e-2, foreach=False)
+    for each, optimizer in ((model, mine), (plain, theirs)):
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=12)
+        seat = dist.get_rank() // 2
+        for step in range(12):
+            if step % 4 == 3:  # plain HSDP, outside of the context
+                each(batch(step, seat, width=4)).square().mean().backward()
+            else:
+                with gradient_accumulation(each, num_micro_steps=1) as a, a.micro_step():
+                    each(batch(step, seat, width=4), step % 3 != 0).sum().backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    assert [g["lr"] for g in mine.param_groups] == [g["lr"] for g in theirs.param_groups]
+    expect_equal(model, plain, bits=True)
+    assert equal_over(locals_of(model), mesh.get_group("replicate"))
+
+
+@ranks(4)
+def test_states_take_a_share_of_the_memory() -> None:
+    for shape in ((2, 2), (4, 1)):
+        model = odd(mesh_of(*shape))
+        optimizer = sliced(model)
+        steps(model, optimizer, iter(range(1)))
+        for name in ("exp_avg", "exp_avg_sq"):
+            held = sum(s[name].flat.numel() for s in optimizer.state.values())
+            here = sum(local_of(p).numel() for p in model.parameters() if p in optimizer.state)
+            num_units = len(SIZES) + 1
+            assert abs(held - here / shape[0]) < shape[0] * num_units
+
+
+@ranks(4)
+def test_slices_follow_a_shard_that_moves() -> None:
+    model, plain = odd(mesh_of(2, 2)), odd(mesh_of(2, 2))
+    mine, theirs = sliced(model), adamw(plain)
+    for each, optimizer in ((model, mine), (plain, theirs)):
+        steps(each, optimizer, iter(range(2)))
+        saved = {name: whole(t).clone() for name, t in each.state_dict().items()}
+        each.to_empty(device="cpu")
+        with torch.no_grad():
+            for name, parameter in each.named_parameters():
+                parameter.copy_(
+                    distribute_tensor(saved[name], parameter.device_mesh, parameter.placements)
+                )
+        steps(each, optimizer, iter(range(2, 5)))
+    expect_equal(model, plain, bits=True)

@@ -118,6 +118,11 @@ class Piece(torch.Tensor):
             options = {k: v for k, v in (kwargs or {}).items() if k != "memory_format"}
             its = args[0]
             return cls.of(func(its.flat, *args[1:], **options), its.shape, its.boxes)
+        if func is aten.new_empty.default:  # asynchronous saving then sets the attributes
+            its = args[0]
+            return cls.of(
+                its.flat.new_empty(its.flat.shape, **(kwargs or {})), its.shape, its.boxes
+            )
         if func is aten.copy_.default and isinstance(args[1], Piece):
             args[0].flat.copy_(args[1].flat)
             return args[0]
