@@ -97,14 +97,14 @@ class Boundary:
         cases no `.grad` holds anything of this step.
         """
         if self.early:
-            if not self.may_leave:
-                self.begin_micro_step(last_of=num_micro_steps)
+            if not self.may_leave:  # synchronize(): no micro-step was known to be the last
+                self._agree([], num_micro_steps=num_micro_steps, problem=None)
             while (bucket := self._next_bucket()) is not None:
                 self._launch(bucket)  # on every replica before the next agreement
         had = {g: self.left.get(g, g.is_present) for g in self}
         more = {g: g.is_present for g in self.left}
         self._agree([had, more], num_micro_steps=num_micro_steps, problem=problem)
-        deltas = []
+        deltas: list[Bucket] = []
         for bucket in self.buckets:
             wanted = [had[gradient] for gradient in bucket.gradients]
             if bucket.gradients[0] in self.left:
@@ -117,9 +117,10 @@ class Boundary:
                 bucket.launch(self.message)
         for delta in deltas:
             delta.launch(self.message)
-        for bucket in (*self.buckets, *deltas):
+        self.buckets += deltas  # in flight like the others, should one fail
+        for bucket in self.buckets:
             bucket.wait()
-        for bucket in (*self.buckets, *deltas):
+        for bucket in self.buckets:
             bucket.land()
         for gradient in self:
             gradient.settle(present=had[gradient])
@@ -136,7 +137,8 @@ class Boundary:
             gradient.abandon()
 
     def _next_bucket(self) -> Bucket | None:
-        return next((b for b in self.buckets if b.gradients[0] not in self.left), None)
+        sent = (bucket for bucket in self.buckets if bucket.group is not None)
+        return next((bucket for bucket in sent if bucket.gradients[0] not in self.left), None)
 
     def _launch(self, bucket: Bucket) -> None:
         self.left |= {gradient: gradient.is_present for gradient in bucket.gradients}

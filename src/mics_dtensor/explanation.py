@@ -11,7 +11,7 @@ from torch import nn
 from mics_dtensor.collectives import HierarchicalAllGather
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.layout import GroupShape
-from mics_dtensor.mesh import node_blocks, ranks_of
+from mics_dtensor.mesh import hop_stages_of, node_blocks, ranks_of
 from mics_dtensor.plan.comparison import Comparison
 from mics_dtensor.plan.traffic import BUCKET_SIZE_BYTES, Options, Unit
 from mics_dtensor.topology import Topology
@@ -46,9 +46,10 @@ def explain(
     units = units_of(parts)
     described = tuple(_describe(unit, topology, second_hop_dtype) for unit in units)
     backend = dist.get_backend() if dist.is_initialized() else "nccl"
+    in_stages = any(isinstance(unit.all_gather, HierarchicalAllGather) for unit in units)
     options = Options(
         num_micro_steps=num_micro_steps,
-        hierarchical=any(isinstance(unit.all_gather, HierarchicalAllGather) for unit in units),
+        hierarchical=in_stages or bool(hop_stages_of(parts)),
         bucket_size_bytes=bucket_size_bytes,
         two_hop=two_hop,
         backend="gloo" if backend == "gloo" else "nccl",

@@ -38,17 +38,15 @@ class Gradient:
 
     @property
     def is_present(self) -> bool:
-        """Whether this rank had a part in the sum that has not left.
-
-        In static mode it has wherever there is a gradient: the replay of a graph tells us nothing.
-        """
-        return self.param.parameter.grad is not None if self.static else self.is_used
+        """Whether this rank had a part in the sum that has not left."""
+        return self.is_used
 
     def set_aside(self, *, static_scale: float) -> None:
         """At entry: what is there counts as already reduced, and is not to be reduced again."""
         parameter = self.param.parameter
         if self.static and parameter.grad is not None:
             local_of(parameter.grad).mul_(static_scale)  # the hop will undo it
+            self.is_used = True  # the replay of a graph would not tell us
         elif not self.static:
             self.aside = cast("DTensor | None", parameter.grad)
             parameter.grad = None
@@ -76,7 +74,9 @@ class Gradient:
         self.is_used = False
         if not self.static:
             self.total = self.param.parameter.grad = None
-        return local_of(gradient) if total is None and gradient is not None else total
+        if total is None or gradient is None:
+            return total if gradient is None else local_of(gradient)
+        return total.add_(local_of(gradient))  # a `.grad` that somebody wrote beside the sum
 
     def put(self, reduced: torch.Tensor) -> None:
         """Store what the second hop brought (1-D), beside what was set aside or put before."""
@@ -90,14 +90,15 @@ class Gradient:
         elif there is None:
             parameter.grad = self.param.as_gradient(reduced.to(local.dtype))
         elif self.static:
-            local_of(there).copy_(reduced)  # onto itself where it was sent as it lay
+            if local_of(there).data_ptr() != reduced.data_ptr():  # it was not sent as it lay
+                local_of(there).copy_(reduced)
         else:
             local_of(there).add_(reduced)
             parameter.grad, self.aside = there, None
 
     def settle(self, *, present: bool) -> None:
         """At the end: where no rank used the parameter, only what was set aside is left."""
-        if not self.static and not present:
+        if not present:
             self.param.parameter.grad = None
         self.total = None
         if self.aside is not None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mics_dtensor.errors import CheckpointError, ConfigError
+from mics_dtensor.mesh import hop_stages_of
 from mics_dtensor.slots import UnitSlots
 from mics_dtensor.upstream import Unit, add_hook, run_load_hooks, units_of
 
@@ -63,13 +64,16 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         _refuse_class(optimizer_cls, elementwise)
         self.skip_nonfinite, self.skipped = skip_nonfinite, False
-        units = units_of(model)
+        parts = [model] if isinstance(model, nn.Module) else list(model)
+        units, stages = units_of(parts), hop_stages_of(parts)
         groups = _groups(units, param_groups)
         chosen = {id(parameter) for group in groups for parameter in group["params"]}
         if master_weights not in ("fp32", "sharded"):
             raise ConfigError(f'master_weights is {master_weights!r}; give "fp32" or "sharded"')
         has_masters = master_weights == "sharded"
-        found = [UnitSlots.of(unit, chosen, has_masters=has_masters) for unit in units]
+        found = [
+            UnitSlots.of(unit, chosen, has_masters=has_masters, stages=stages) for unit in units
+        ]
         self._units = [its for its in found if its is not None]
         self._slots = {
             slot.parameter: slot

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from mics_dtensor.mesh import ranks_of
+from mics_dtensor.collectives import HierarchicalAllGather, HierarchicalReduceScatter
+from mics_dtensor.mesh import Stages, ranks_of
 from mics_dtensor.upstream import (
     ShardedParameter,
     Unit,
@@ -139,62 +139,74 @@ def _axis_of(param: ShardedParameter, group: dist.ProcessGroup | None) -> int | 
     return groups.index(ranks_of(group))
 
 
-def reduce_slices(
-    flat: torch.Tensor, cuts: Sequence[Sequence[Range]], *, group: dist.ProcessGroup
-) -> dist.Work:
-    """Start the sum over the replicas, of which each gets its own slices. Collective over `group`.
+class SlicesSent:
+    """A sum over the replicas on its way, of which each gets its own slices. Collective.
 
-    `cuts`: [replica], the ranges of `flat` that are its slices. When the work is done, `flat` holds
-    the sums in this replica's slices, and zeros elsewhere. (R - 1)/R of the message leaves a rank:
-    half of what an all-reduce sends. gloo's reduce-scatter moves an all-reduce, so there, and where
-    slices are unequal, it is an all-to-all and a sum in fp32.
+    `cuts`: [replica], the ranges of `flat` that are its slices. Once it has been waited for, `flat`
+    holds the sums in this replica's slices, and zeros elsewhere. (R - 1)/R of the message leaves a
+    rank, half of what an all-reduce sends; with `stages`, where nodes hold several replicas, each
+    node's sum crosses once. gloo's reduce-scatter moves an all-reduce, so there, and where slices
+    are unequal, it is an all-to-all and a sum in fp32.
     """
-    sizes = [sum(end - start for start, end in its) for its in cuts]
-    mine = sizes[group.rank()]
-    message = torch.cat([flat[start:end] for its in cuts for start, end in its])
-    if len(set(sizes)) == 1 and dist.get_backend(group) != dist.Backend.GLOO:
-        received = flat.new_empty(mine)
-        work = reduce_scatter(received, message, group=group, async_op=True)
-    else:
-        received = flat.new_empty(len(sizes) * mine)  # [replica, slice]
-        work = dist.all_to_all_single(
-            received, message, [mine] * len(sizes), sizes, group=group, async_op=True
-        )
-    return _SliceWork(work, flat, received, cuts[group.rank()])
-
-
-class _SliceWork(dist.Work):
-    """Waiting puts the sums in their place. Holds the buffers of the message."""
 
     def __init__(
         self,
-        work: dist.Work | None,
         flat: torch.Tensor,
-        received: torch.Tensor,
-        mine: Sequence[Range],
+        cuts: Sequence[Sequence[Range]],
+        *,
+        group: dist.ProcessGroup,
+        stages: Stages | None = None,
     ) -> None:
-        super().__init__()
-        self._work, self._flat, self._received, self._mine = work, flat, received, mine
+        sizes = [sum(end - start for start, end in its) for its in cuts]
+        self._flat, self._mine, self._size = flat, cuts[group.rank()], sizes[group.rank()]
+        self._work: dist.Work | None = None
+        if stages is not None and len(sizes) * max(sizes) <= 2 * sum(sizes):
+            message = flat.new_zeros(len(sizes), max(sizes))  # [replica, slice]
+            for row, its, size in zip(message, cuts, sizes, strict=True):
+                row[:size] = torch.cat([flat[start:end] for start, end in its])
+            self._received = flat.new_empty(max(sizes))
+            HierarchicalReduceScatter(stages, unit="slices")(
+                self._received, message.view(-1), group, dist.ReduceOp.SUM
+            )
+            self._received = self._received[: self._size]
+            return
+        message = torch.cat([flat[start:end] for its in cuts for start, end in its])
+        if len(set(sizes)) == 1 and dist.get_backend(group) != dist.Backend.GLOO:
+            self._received = flat.new_empty(self._size)
+            self._work = reduce_scatter(self._received, message, group=group, async_op=True)
+        else:
+            self._received = flat.new_empty(len(sizes) * self._size)  # [replica, slice]
+            self._work = dist.all_to_all_single(
+                self._received,
+                message,
+                [self._size] * len(sizes),
+                sizes,
+                group=group,
+                async_op=True,
+            )
 
     @torch.no_grad()
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self) -> None:
         """Until the sums are here (on CUDA: until the current stream may use them)."""
-        done = True
         if self._work is not None:
-            done = bool(self._work.wait() if timeout is None else self._work.wait(timeout))
-        size = sum(end - start for start, end in self._mine)
+            self._work.wait()
         wide = torch.float32 if self._flat.itemsize < 4 else self._flat.dtype
-        total = self._received.view(-1, size).sum(0, dtype=wide) if size else self._received
+        total = self._received
+        if self._size:
+            total = total.view(-1, self._size).sum(0, dtype=wide)
         self._flat.zero_()
         at = 0
         for start, end in self._mine:
             self._flat[start:end] = total[at : at + end - start]
             at += end - start
-        return done
 
 
 def gather_slices(
-    slices: Sequence[Slice], *, group: dist.ProcessGroup, device: torch.device
+    slices: Sequence[Slice],
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    stages: Stages | None = None,
 ) -> None:
     """Every replica's slices of one unit, into the shards. Collective over `group`.
 
@@ -211,7 +223,10 @@ def gather_slices(
     staged = flats[0].new_empty(group.size(), max(sizes), device=device)  # [replica, slice]
     own = flats[0].new_zeros(max(sizes), device=device)
     own[: sizes[me]] = torch.cat([its.of(at) for its, at in zip(slices, flats, strict=True)])
-    all_gather(staged.view(-1), own, group=group)
+    if stages is not None:
+        HierarchicalAllGather(stages, unit="slices")(staged.view(-1), own, group)
+    else:
+        all_gather(staged.view(-1), own, group=group)
     for replica, row in enumerate(staged):
         at = 0
         for its, flat in zip(slices, flats, strict=True):

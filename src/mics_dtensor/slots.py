@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from mics_dtensor.errors import CheckpointError, ConfigError
+from mics_dtensor.mesh import Ranks, Stages, ranks_of
 from mics_dtensor.slices import Slice, gather_slices, slice_of, slices_of_unit
 from mics_dtensor.stage import stage
 from mics_dtensor.upstream import (
@@ -145,9 +147,12 @@ class UnitSlots:
 
     unit: Unit
     slots: list[Slot]
+    stages: Stages | None = None  # of the replication group, where nodes hold several replicas
 
     @classmethod
-    def of(cls, unit: Unit, chosen: set[int], *, has_masters: bool) -> UnitSlots | None:
+    def of(
+        cls, unit: Unit, chosen: set[int], *, has_masters: bool, stages: Mapping[Ranks, Stages]
+    ) -> UnitSlots | None:
         """None if no parameter is among the `chosen`. Raises ConfigError if it is sliced."""
         if not any(id(param.parameter) in chosen for param in unit.params):
             return None
@@ -158,7 +163,8 @@ class UnitSlots:
                     "parameters of a unit to one, or delete the other first"
                 )
         slices = slices_of_unit(unit, torch.float32 if has_masters else None)
-        return cls(unit, [Slot.of(its, has_master=has_masters) for its in slices])
+        slots = [Slot.of(its, has_master=has_masters) for its in slices]
+        return cls(unit, slots, stages.get(ranks_of(unit.replicate_group)))
 
     def gather(self) -> None:
         """The slices of the other replicas. Collective over the replication group."""
@@ -166,4 +172,4 @@ class UnitSlots:
             return
         slices = [slot.slice for slot in self.slots]
         with stage("gather of updated slices", self.unit.name, self.unit.replicate_group) as group:
-            gather_slices(slices, group=group, device=self.unit.device)
+            gather_slices(slices, group=group, device=self.unit.device, stages=self.stages)

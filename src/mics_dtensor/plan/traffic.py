@@ -197,7 +197,10 @@ def _boundary(units: Sequence[Unit], options: Options) -> Iterator[Stage]:
         copies = unit.replicate.num_groups // unit.shard.size  # under tensor parallel, each its own
         total = unit.hop_itemsize * unit.numel * unit.count * copies * times
         calls = messages[unit] if options.two_hop else unit.count * times
-        yield _all_reduce(unit.name, "boundary", unit.replicate, total, calls, options)
+        if options.two_hop and _is_hierarchical(unit.replicate, options):
+            yield from _all_reduce_in_stages(unit, total, calls, options)
+        else:
+            yield _all_reduce(unit.name, "boundary", unit.replicate, total, calls, options)
     if not options.two_hop:
         return
     for mesh in dict.fromkeys((unit.shard, unit.replicate) for unit in reduced):
@@ -255,6 +258,29 @@ def _ring(
         intra_node_bytes=inside * per_edge,
         every_micro_step=True,
     )
+
+
+def _all_reduce_in_stages(
+    unit: Unit, total_bytes: int, calls: int, options: Options
+) -> Iterator[Stage]:
+    """The second hop where nodes hold several replicas: each node's sum crosses once."""
+    across, within = _split(unit.replicate)
+    inside_bytes = (within.size - 1) * total_bytes * unit.replicate.num_nodes
+    inside: tuple[tuple[str, Collective], ...] = (
+        ("boundary: sum within the node", "reduce_scatter"),
+        ("boundary: gather within the node", "all_gather"),
+    )
+    yield _all_reduce(unit.name, "boundary between nodes", across, total_bytes, calls, options)
+    for name, collective in inside:
+        yield Stage(
+            unit=unit.name,
+            name=name,
+            collective=collective,
+            calls=calls,
+            inter_node_bytes=0,
+            intra_node_bytes=inside_bytes,
+            every_micro_step=False,
+        )
 
 
 def _all_reduce(
