@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from mics_dtensor.errors import AccumulationError, ConfigError
 from mics_dtensor.mesh import node_blocks, ranks_of
+from mics_dtensor.slices import Slice, slice_of
 from mics_dtensor.topology import Topology
-from mics_dtensor.upstream import ShardedParameter, Unit
+from mics_dtensor.upstream import ShardedParameter, Unit, hooks_of
 
 
 def audit_units(units: Sequence[Unit], topology: Topology) -> None:
@@ -118,7 +119,7 @@ def _unfit(unit: Unit, *, static: bool) -> str | None:
             "replica: remove it (set_all_reduce_hook), and act on .grad after the context"
         )
     for param in unit.params:
-        if param.has_post_accumulate_hooks:
+        if any(not isinstance(hook, Slice) for hook in hooks_of(param.parameter)):
             return (
                 f"{param.name} has a post-accumulate-grad hook, which would see the partial sum of "
                 "one replica: remove it, and act on .grad after the context"
@@ -133,4 +134,16 @@ def _unfit(unit: Unit, *, static: bool) -> str | None:
                 f"static_gradients cannot hold the fp32 sum of {param.name}, which is "
                 f"{param.parameter.dtype}: keep the parameters in fp32 (MixedPrecisionPolicy casts)"
             )
+    trained = [param for param in unit.params if param.parameter.requires_grad]
+    unsliced = [param.name for param in trained if slice_of(param.parameter) is None]
+    if static and len(unsliced) < len(trained):
+        return (
+            "static_gradients keeps whole gradients, and ReplicaShardedOptimizer has slices of "
+            "them; leave static_gradients out, or use a plain optimizer"
+        )
+    if unsliced and len(unsliced) < len(trained):
+        return (
+            f"{unsliced[0]} requires a gradient, but did not when ReplicaShardedOptimizer was made "
+            "for the unit: freeze it, or make the optimizer anew"
+        )
     return None

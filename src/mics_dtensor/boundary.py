@@ -15,6 +15,7 @@ from mics_dtensor.bucket import Bucket, Message
 from mics_dtensor.gradient import Gradient
 from mics_dtensor.mesh import ranks_of
 from mics_dtensor.plan.traffic import buckets
+from mics_dtensor.slices import slice_of
 from mics_dtensor.upstream import Unit
 
 logger = getLogger(__name__)
@@ -37,7 +38,11 @@ class Boundary:
         self.early = early
         # In the order of the backward, last unit first, so that early buckets can leave early.
         self.gradients: dict[Unit, list[Gradient]] = {
-            unit: [Gradient(p, static) for p in unit.params if p.parameter.requires_grad]
+            unit: [
+                Gradient(p, static, slice_of(p.parameter))
+                for p in unit.params
+                if p.parameter.requires_grad
+            ]
             for unit in reversed(units)
         }
         self.buckets = self._fill(bucket_size_bytes)
@@ -163,7 +168,8 @@ class Boundary:
                 dtype = self.message.dtype_for(unit)
                 root = unit.root_id if self.early else unit.part
                 key = (ranks_of(unit.replicate_group), dtype, divisor_of(unit), root, unit.device)
-                alike.setdefault(key, []).append(unit)
+                sliced = gradients[0].slice is not None
+                alike.setdefault((*key, sliced), []).append(unit)
         filled: list[Bucket] = []
         for units in alike.values():
             dtype = self.message.dtype_for(units[0])

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from mics_dtensor.gradient import Gradient
 from mics_dtensor.mesh import Ranks, Stages, ranks_of
+from mics_dtensor.slices import Range, SlicesSent
 from mics_dtensor.stage import stage
 from mics_dtensor.upstream import Unit, all_gather, reduce_scatter
 
@@ -29,7 +30,8 @@ class Sent(Protocol):
 
 @dataclass(frozen=True)
 class Message:
-    """What a bucket is while it crosses the replicas: an asynchronous sum.
+    """What a bucket is while it crosses the replicas: an asynchronous sum; where optimizer states
+    are sharded over the replicas, a reduce-scatter.
 
     `dtype` None is the unit's reduce dtype: what plain HSDP would send. `stages` are those of the
     replication groups with several ranks in a node, by their ranks: there a flat all-reduce would
@@ -43,9 +45,17 @@ class Message:
         """The dtype on the wire."""
         return self.dtype or unit.reduce_dtype
 
-    def send(self, flat: torch.Tensor, *, group: dist.ProcessGroup) -> Sent:
-        """Start; `flat` holds the sum once it has been waited for. Collective over `group`."""
-        if (stages := self.stages.get(ranks_of(group))) is not None:
+    def send(
+        self, flat: torch.Tensor, *, group: dist.ProcessGroup, cuts: Sequence[Sequence[Range]] = ()
+    ) -> Sent:
+        """Start; `flat` holds the sum once it has been waited for. Collective over `group`.
+
+        With `cuts`, the ranges of each replica, it holds the sum in those of this one, else zeros.
+        """
+        stages = self.stages.get(ranks_of(group))
+        if cuts:
+            return SlicesSent(flat, cuts, group=group, stages=stages)
+        if stages is not None:
             return HierarchicalSum(flat, stages)
         work: dist.Work = dist.all_reduce(flat, group=group, async_op=True)
         return work
@@ -122,7 +132,7 @@ class Bucket:
             self.flat.div_(self.divisor)  # before the sum, which could overflow
         if self.flat.numel():
             with stage("second hop", self.names, self.group) as group:
-                self.work = message.send(self.flat, group=group)
+                self.work = message.send(self.flat, group=group, cuts=self._cuts(group.size()))
 
     def wait(self) -> None:
         """Until the sum is here (on CUDA: until the current stream may use it)."""
@@ -163,6 +173,17 @@ class Bucket:
             ):
                 return None
         return torch.as_strided(first, (end,), (1,), offset)
+
+    def _cuts(self, num_replicas: int) -> list[list[Range]]:
+        """By replica, the ranges of the message that are its own; none where all is everyone's."""
+        starts, _ = self._places()
+        cuts: list[list[Range]] = [[] for _ in range(num_replicas)]
+        for at, gradient in zip(starts, self.gradients, strict=True):
+            if gradient.slice is None:
+                return []
+            for its, (start, end) in zip(cuts, gradient.slice.ranges, strict=True):
+                its.append((at + start, at + end))
+        return cuts
 
     def _places(self) -> tuple[list[int], int]:
         """Where each gradient starts in the message, and where the last ends.

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch.distributed.tensor import DTensor
 
+from mics_dtensor.slices import Slice
 from mics_dtensor.upstream import ShardedParameter, local_of
 
 
@@ -22,6 +23,7 @@ class Gradient:
 
     param: ShardedParameter
     static: bool = False
+    slice: Slice | None = None  # where this replica gets only its own part of the sum
     total: torch.Tensor | None = None  # fp32; one shard more in memory
     aside: DTensor | None = None  # found at entry: already reduced, added at the end
     arrivals: int = 0  # in this micro-step; every backward that reduces is one
@@ -51,6 +53,8 @@ class Gradient:
 
     def foresee(self, *, counts_unused: bool) -> None:
         """Before FSDP2 reduces the unit: has a backward of this rank used the parameter?"""
+        if self.slice is not None:
+            self.slice.accept_gradient_dtype()
         used = counts_unused or self.param.has_unreduced_gradient()
         self.is_used, self.is_filler = self.is_used or used, not used
 
@@ -79,7 +83,11 @@ class Gradient:
         parameter, local = self.param.parameter, self.param.local
         reduced = reduced.view(local.shape).to(local.device)
         there = self.aside if self.aside is not None else parameter.grad
-        if there is None:
+        if self.slice is not None and there is not None:
+            there = self.slice.own(cast("DTensor", there))
+        if there is None and self.slice is not None:
+            parameter.grad = self.slice.as_gradient(reduced)
+        elif there is None:
             parameter.grad = self.param.as_gradient(reduced.to(local.dtype))
         elif self.static:
             if local_of(there).data_ptr() != reduced.data_ptr():  # it was not sent as it lay
