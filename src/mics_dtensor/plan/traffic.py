@@ -76,16 +76,19 @@ class Options:
 class Stage:
     """What one stage of one unit kind does in an optimizer step.
 
-    `calls` are those of one rank; with NCCL the calls of a stage inside the node are one launch.
+    `calls` are those of one rank, in groups of the shape `group`; with NCCL the calls of a stage
+    inside the node are one launch of `blocks` calls.
     """
 
     unit: str
     name: str
     collective: Collective
+    group: GroupShape
     calls: int
     inter_node_bytes: int
     intra_node_bytes: int
     every_micro_step: bool
+    blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,8 @@ def _gather(unit: Unit, options: Options) -> Iterator[Stage]:
         across, within = _split(unit.shard)
         calls = times * unit.shard.num_nodes
         yield _ring(unit, "gather between nodes", "all_gather", across, shard_bytes, times)
-        yield _ring(unit, "gather within the node", "all_gather", within, shard_bytes, calls)
+        inside = _ring(unit, "gather within the node", "all_gather", within, shard_bytes, calls)
+        yield replace(inside, blocks=unit.shard.num_nodes)
     else:
         yield _ring(unit, "gather", "all_gather", unit.shard, shard_bytes, times)
     if again is not None and again.size > 1:  # a group of other ranks: never in two stages
@@ -176,8 +180,9 @@ def _reduce(unit: Unit, options: Options) -> Iterator[Stage]:
         across, within = _split(unit.shard)
         into = times * unit.shard.num_nodes
         between: Collective = "all_to_all" if options.backend == "gloo" else "reduce_scatter"
+        inside = _ring(unit, "reduce within the node", "reduce_scatter", within, shard_bytes, into)
         stages += [
-            _ring(unit, "reduce within the node", "reduce_scatter", within, shard_bytes, into),
+            replace(inside, blocks=unit.shard.num_nodes),
             _ring(unit, "reduce between nodes", between, across, shard_bytes, times),
         ]
     for stage in stages:
@@ -250,6 +255,7 @@ def _ring(
         unit=unit.name,
         name=name,
         collective=collective,
+        group=group,
         calls=times,
         inter_node_bytes=between * per_edge,
         intra_node_bytes=inside * per_edge,
@@ -267,6 +273,7 @@ def _all_reduce(
         unit=unit,
         name=name,
         collective="all_reduce",
+        group=group,
         calls=calls,
         inter_node_bytes=between * twice // group.size,
         intra_node_bytes=inside * twice // group.size,
