@@ -1,4 +1,4 @@
-"""What a cluster can do: its GPUs and its two links, each constant with where it came from. Pure."""
+"""What a cluster can do: its GPUs and its two links, each constant with its origin. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds of a stage of `traffic.py` on a cluster. Pure; the equations are in docs/cost_model.md."""
+"""Seconds of a stage of `traffic.py` on a cluster. Pure; equations in docs/cost_model.md."""
 
 from __future__ import annotations
 

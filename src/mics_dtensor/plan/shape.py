@@ -100,31 +100,24 @@ class ModelShape:
 def shape_of(preset: Preset) -> ModelShape:
     """The sizes behind a preset's parameters. Raises PlanError for what is not dense."""
     blocks = [unit for unit in preset.units if unit.name == "layers.*"]
-    if len(blocks) != 1 or any("experts" in name for name, _ in blocks[0].parameters):
+    if len(blocks) != 1 or preset.num_heads is None:
         raise PlanError(
-            f"{preset.model} {preset.flavor} is not a stack of like dense blocks: its memory and "
-            "its step are not planned yet (`mics explain` tells its messages)"
+            f"memory and time are planned for the dense blocks of llama3, not yet for "
+            f"{preset.model} {preset.flavor} (`mics explain` tells its messages)"
         )
     shapes = {name.removesuffix(".weight"): shape for name, shape in blocks[0].parameters}
     width = shapes["attention.wo"][1]
-    if "attention.qkv_linear.wqkv" in shapes:
-        key_value = (shapes["attention.qkv_linear.wqkv"][0] - width) // 2
-    else:
-        key_value = shapes["attention.qkv_linear.wk"][0]
-    tables = dict(_tables(preset.units))
+    tables = dict(each for unit in preset.units for each in unit.parameters)
     return ModelShape(
         num_layers=blocks[0].count,
         hidden=shapes["attention.wo"][0],
         attention_width=width,
-        key_value_width=key_value,
+        key_value_width=(shapes["attention.qkv_linear.wqkv"][0] - width) // 2,
         ffn=shapes["feed_forward.w1"][0],
         vocab=tables["tok_embeddings.weight"][0],
+        head_dim=width // preset.num_heads,
         tied="lm_head.weight" not in tables,
     )
-
-
-def _tables(units: tuple[UnitShapes, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    return [each for unit in units for each in unit.parameters]
 
 
 def preset_of(shape: ModelShape, *, name: str) -> Preset:
@@ -144,9 +137,11 @@ def preset_of(shape: ModelShape, *, name: str) -> Preset:
     table = ("tok_embeddings.weight", (shape.vocab, hidden))
     norm, head = ("norm.weight", (hidden,)), ("lm_head.weight", (shape.vocab, hidden))
     blocks = UnitShapes("layers.*", shape.num_layers, tuple(block))
+    units: tuple[UnitShapes, ...]
     if shape.tied:
         units = (UnitShapes("tok_embeddings, norm, lm_head", 1, (table, norm)), blocks)
     else:
         first = UnitShapes("tok_embeddings", 1, (table,))
         units = (first, blocks, UnitShapes("norm, lm_head", 1, (norm, head)))
-    return Preset(model=name, flavor="", units=units)
+    num_heads = shape.attention_width // shape.head_dim
+    return Preset(model=name, flavor="", units=units, num_heads=num_heads)

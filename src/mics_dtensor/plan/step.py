@@ -13,7 +13,7 @@ from mics_dtensor.plan.shape import Checkpointing, ModelShape
 from mics_dtensor.plan.traffic import Options, Stage, Traffic, Unit, step_traffic
 
 ADAMW_PASSES = 8
-"""fp32 numbers moved per parameter: AdamW reads p, g, m, v and writes p, m, v; the norm reads g."""
+"""fp32 numbers a parameter moves: AdamW reads p, g, m, v and writes p, m, v; the norm reads g."""
 
 
 @dataclass(frozen=True, kw_only=True)
