@@ -1,6 +1,7 @@
 """The closed form of `plan/memory.py` against a traced step of torchtitan's model, sharded."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -18,7 +19,7 @@ from mics_dtensor.layout import Layout
 from mics_dtensor.plan.memory import CPU, Holding, Memory, peak_memory
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
-from mics_dtensor.plan.shape import Checkpointing, shape_of
+from mics_dtensor.plan.shape import Checkpointing, preset_of, shape_of
 from mics_dtensor.plan.step import Work
 from mics_dtensor.plan.trace import traced_peak
 from mics_dtensor.topology import Topology
@@ -29,6 +30,7 @@ from mics_dtensor.train.key import replace_at
 from mics_dtensor.train.model import model_spec
 
 WORLD = 64
+WORDS = 4096
 POLICIES = {
     "full": FullAC.Config(),
     "op": SelectiveAC.Config(),
@@ -46,8 +48,13 @@ def fake_world() -> Iterator[None]:
 
 
 def sharded(flavor: str, num_layers: int, partition_size: int, checkpointing: str) -> nn.Module:
+    flavor, _, smaller = flavor.partition(", ")
     config = replace_at(RunConfig(), "model.flavor", flavor)
     spec = model_spec(replace_at(config, "model.n_layers", num_layers))
+    if smaller:
+        spec.model.vocab_size = WORDS
+        spec.model.tok_embeddings.num_embeddings = WORDS
+        spec.model.lm_head.out_features = WORDS
     device_shim.use_attention_of_cpu(spec.model)
     with torch.device("meta"):
         model = spec.model.build()
@@ -64,7 +71,7 @@ def sharded(flavor: str, num_layers: int, partition_size: int, checkpointing: st
 
 
 def positions(flavor: str) -> int:
-    spec = model_spec(replace_at(RunConfig(), "model.flavor", flavor))
+    spec = model_spec(replace_at(RunConfig(), "model.flavor", flavor.partition(", ")[0]))
     return spec.model.max_seq_len
 
 
@@ -72,7 +79,10 @@ def closed_form(
     flavor: str, num_layers: int, partition_size: int, work: tuple[Checkpointing, int, int]
 ) -> Memory:
     checkpointing, micro_batch, seq_len = work
-    model = preset("llama3", flavor).with_layers(num_layers)
+    name, _, smaller = flavor.partition(", ")
+    model = preset("llama3", name).with_layers(num_layers)
+    if smaller:  # so that the blocks decide, and not the logits
+        model = preset_of(replace(shape_of(model), vocab=WORDS), name=name)
     topology = Topology.uniform(world_size=WORLD, ranks_per_node=8)
     layout = Layout(topology=topology, partition_size=partition_size)
     return peak_memory(
@@ -107,6 +117,7 @@ def traced(
 FEW = [
     ("8B", 2, 8, ("full", 1, 4096)),
     ("8B", 3, 64, ("none", 1, 2048)),
+    ("8B, 4096 words", 3, 8, ("full", 1, 4096)),
 ]
 GRID = [
     ("8B", 4, 8, ("none", 1, 8192)),
@@ -120,6 +131,12 @@ GRID = [
     ("70B", 4, 64, ("op", 2, 4096)),
     ("70B", 6, 64, ("full", 2, 8192)),
     ("405B", 2, 64, ("full", 1, 4096)),
+    ("8B, 4096 words", 4, 8, ("none", 1, 4096)),
+    ("8B, 4096 words", 8, 16, ("full", 2, 4096)),
+    ("8B, 4096 words", 4, 8, ("op", 1, 4096)),
+    ("8B, 4096 words", 5, 64, ("2", 1, 2048)),
+    ("70B, 4096 words", 3, 32, ("full", 1, 1024)),
+    ("70B, 4096 words", 3, 64, ("op", 2, 4096)),
     ("debugmodel", 6, 4, ("none", 8, 2048)),
     ("debugmodel", 6, 16, ("full", 8, 2048)),
 ]

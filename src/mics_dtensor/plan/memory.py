@@ -129,19 +129,31 @@ def block_bytes_per_token(shape: ModelShape, kernels: Kernels) -> float:
     return 2 * norm + attention + rotation + log_sum + feed_forward
 
 
-def kept_bytes_per_token(shape: ModelShape, checkpointing: str, kernels: Kernels) -> float:
-    """What is kept of a block between its forward and its backward, mean over blocks (M3)."""
+def kept_bytes_per_token(shape: ModelShape, work: Work, kernels: Kernels, blocks: int) -> float:
+    """What is kept of the first `blocks` blocks between forward and backward (M3)."""
     hidden, width, key_value = shape.hidden, shape.attention_width, shape.key_value_width
     whole, start = block_bytes_per_token(shape, kernels), 2 * hidden
-    if checkpointing == "none":
-        return whole
-    if checkpointing == "2":
-        again = shape.num_layers // 2
-        return (again * start + (shape.num_layers - again) * whole) / shape.num_layers
-    if checkpointing == "op":  # of five products the first, third and last: wqkv, w1, w2
+    if work.checkpointing == "none":
+        return blocks * whole
+    if work.checkpointing == "2":
+        return blocks // 2 * start + (blocks - blocks // 2) * whole
+    if work.checkpointing == "op":  # of five products the first, third and last: wqkv, w1, w2
         attention = 2 * width + 4 * width // shape.head_dim if kernels.keeps_attention else 0
-        return start + 2 * (width + 2 * key_value) + 2 * shape.ffn + 2 * hidden + attention
-    return start
+        products = 2 * (width + 2 * key_value) + 2 * shape.ffn + 2 * hidden
+        return blocks * (start + products + attention)
+    return blocks * start
+
+
+def again_bytes_per_token(shape: ModelShape, work: Work, kernels: Kernels, block: int) -> float:
+    """What the second forward of a block, counted from 1, adds to what was kept of it (M3)."""
+    whole = block_bytes_per_token(shape, kernels)
+    if work.checkpointing == "none" or (work.checkpointing == "2" and block % 2):
+        return 0.0
+    if work.checkpointing == "op":  # w1 is there, and wqkv is let go when it is rotated
+        width = shape.attention_width + 2 * shape.key_value_width
+        kept = 2 * shape.attention_width if kernels.keeps_attention else 0
+        return whole - 2 * shape.hidden - 2 * shape.ffn - 2 * width - kept
+    return whole  # less its input, which was kept, and with its output, which nobody needs
 
 
 def _moments(
@@ -171,7 +183,7 @@ def _in_the_head(
     """The loss, and then the head's own reduction (M4)."""
     shape, tokens, chunks = work.shape, work.tokens, holding.num_loss_chunks
     head, block = _of(units, "lm_head"), _of(units, "layers")
-    kept = shape.num_layers * kept_bytes_per_token(shape, work.checkpointing, kernels) * tokens
+    kept = kept_bytes_per_token(shape, work, kernels, shape.num_layers) * tokens
     norm = ((4 if kernels.fused_norm else 10) * shape.hidden + 4) * tokens
     logits = 12.0 * shape.vocab * tokens / chunks  # twice in bf16, twice in fp32
     gathered, gradient = head.gather_itemsize * head.numel, head.gather_itemsize * head.numel
@@ -189,14 +201,10 @@ def _in_the_blocks(
 
     In its feed-forward, and at its end, where all gradients of its parameters are there.
 
-    Linear in the place of the block, so that the first two and the last two decide.
+    All is linear in the place of the block, so that the first two and the last two decide.
     """
     shape, tokens = work.shape, work.tokens
     head, block, table = _of(units, "lm_head"), _of(units, "layers"), _of(units, "tok_embeddings")
-    kept = kept_bytes_per_token(shape, work.checkpointing, kernels) * tokens
-    again = 0.0
-    if work.checkpointing != "none":
-        again = (block_bytes_per_token(shape, kernels) - 2 * shape.hidden) * tokens
     # Of the feed-forward: gradients of its product, gate and up, less the product that is freed.
     passing = 2.0 * tokens * (2 * shape.ffn + shape.hidden) + 2.0 * shape.ffn * shape.hidden
     norm = (8 if kernels.fused_norm else 26) * shape.hidden * tokens  # its input, its gradients
@@ -213,10 +221,13 @@ def _in_the_blocks(
         if holding.hierarchical and block.shard.num_nodes > 1:  # what the first stage brought
             messages += block.gather_itemsize * block.numel / block.shard.ranks_per_node
         reduced = done_before + place * _gradient_bytes(block, holding) / shape.num_layers
-        held = (shape.num_layers - place) * kept
+        number = shape.num_layers - place
+        held = kept_bytes_per_token(shape, work, kernels, number) * tokens
+        again = again_bytes_per_token(shape, work, kernels, number) * tokens
         yield Moment(before or reduced, messages, held + again + passing)
         gradients = block.gather_itemsize * block.numel
-        at_the_end = held - kept + min(kept, 2.0 * shape.hidden * tokens) + norm
+        below = kept_bytes_per_token(shape, work, kernels, number - 1) * tokens
+        at_the_end = below + 2.0 * shape.hidden * tokens + norm
         yield Moment(before or reduced, messages + gradients, at_the_end)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from mics_dtensor.plan.search import Answer, Question, Row, Variant, interval_s
+from mics_dtensor.plan.search import Answer, Question, Row, Variant
 
 Cells = tuple[str, ...]
 
@@ -48,7 +48,7 @@ def render(question: Question, answer: Answer) -> str:
         "",
         *_aligned(rows),
         "",
-        *recommendation(question, answer),
+        *recommendation(answer),
         "",
         "constants:",
     ]
@@ -64,10 +64,10 @@ def _origins(cluster: Any) -> list[Cells]:
     return told
 
 
-def recommendation(question: Question, answer: Answer) -> list[str]:
+def recommendation(answer: Answer) -> list[str]:
     """What to take, by how much, and whether that is decided."""
     best = answer.best
-    low, high = interval_s(question, best.variant)
+    low, high = answer.interval_s
     lines = [
         f"take partition_size = {best.variant.partition_size} ({describe(best.variant)}): "
         f"{best.step_s:.3g} s a step ({low:.3g} to {high:.3g}), {best.tokens_per_s:,.0f} tokens/s; "
@@ -109,6 +109,8 @@ def why(question: Question, row: Row, best: Row) -> str:
     """Why a row is not the one to take: what does not fit, or the term that costs most."""
     if row is best:
         return "take this"
+    if replace(row.variant, plain=False) == replace(best.variant, plain=False):
+        return "the same"
     if not row.fits:
         over = row.memory.total - question.cluster.memory_bytes
         return f"does not fit: {over / 1e9:.1f} GB too much"
@@ -167,7 +169,6 @@ def _aligned(rows: Sequence[Cells], *, left: int = 2) -> list[str]:
 def as_json(question: Question, answer: Answer) -> dict[str, Any]:
     """Schema 1 of docs/formats.md."""
     cluster = question.cluster
-    low, high = interval_s(question, answer.best.variant)
     return {
         "schema": 1,
         "model": f"{question.model.model} {question.model.flavor}",
@@ -180,7 +181,7 @@ def as_json(question: Question, answer: Answer) -> dict[str, Any]:
         "recommendation": {
             "variant": asdict(answer.best.variant),
             "step_s": answer.best.step_s,
-            "step_s_interval": [low, high],
+            "step_s_interval": list(answer.interval_s),
             "margin": answer.margin,
             "ties": [_name(row.variant) for row in answer.ties],
         },

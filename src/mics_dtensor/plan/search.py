@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 
 from mics_dtensor.errors import PlanError
@@ -14,7 +15,7 @@ from mics_dtensor.plan.presets import Preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
 from mics_dtensor.plan.shape import Checkpointing, ModelShape, shape_of
 from mics_dtensor.plan.step import Overlap, StepTime, Work, step_time
-from mics_dtensor.plan.traffic import BUCKET_SIZE_BYTES, Options, Unit, step_traffic
+from mics_dtensor.plan.traffic import BUCKET_SIZE_BYTES, Options, Traffic, Unit, step_traffic
 from mics_dtensor.topology import Topology
 
 
@@ -52,7 +53,7 @@ class Question:
     num_loss_chunks: int = 1
     bucket_size_bytes: int = BUCKET_SIZE_BYTES
 
-    @property
+    @cached_property
     def topology(self) -> Topology:
         """The nodes that are asked about."""
         node = self.cluster.ranks_per_node
@@ -96,6 +97,8 @@ class Answer:
 
     rows: tuple[Row, ...]
     best: Row
+    interval_s: tuple[float, float]
+    """The shortest and the longest step of the best, over what is not known of the cluster."""
     margin: float
     """How much longer the next partition size takes, as a share of the best step."""
     ties: tuple[Row, ...]
@@ -110,23 +113,24 @@ def answer(question: Question) -> Answer:
         rows.append(_best(question, shape, layout, list(_variants(question, layout))))
     world = Layout(topology=topology, partition_size=topology.world_size)
     rows.append(_best(question, shape, world, list(_variants(question, world, plain=True))))
-    fitting = sorted((row for row in rows if row.fits), key=lambda row: row.step_s)
+    fitting = sorted((row for row in rows if row.fits), key=lambda row: row.step_s)  # stable
     if not fitting:
         raise PlanError(_why_nothing_fits(question, rows))
     best = fitting[0]
-    others = [row for row in fitting if row is not best]
+    others = [row for row in fitting if not _are_one(row, best)]
+    best_s = corner_steps_s(question, best.variant)
     return Answer(
         rows=tuple(rows),
         best=best,
+        interval_s=(min(best_s), max(best_s)),
         margin=others[0].step_s / best.step_s - 1 if others else 0.0,
-        ties=tuple(row for row in others if _may_be_faster(question, shape, row, best)),
+        ties=tuple(row for row in others if _may_be_faster(question, row, best_s)),
     )
 
 
-def evaluate(question: Question, variant: Variant, *, cluster: Cluster | None = None) -> Row:
-    """One variant, on another cluster if given."""
-    layout = Layout(topology=question.topology, partition_size=variant.partition_size)
-    return _row(question, shape_of(question.model), layout, variant, cluster or question.cluster)
+def _are_one(row: Row, other: Row) -> bool:
+    """Over all ranks and in one ring, a partition group is plain FSDP."""
+    return replace(row.variant, plain=False) == replace(other.variant, plain=False)
 
 
 def _variants(question: Question, layout: Layout, *, plain: bool = False) -> Iterator[Variant]:
@@ -163,11 +167,11 @@ def _best(
     question: Question, shape: ModelShape, layout: Layout, variants: Sequence[Variant]
 ) -> Row:
     """The fastest that fits; where none does, the one that holds least."""
-    held = [(_memory(question, shape, layout, variant), variant) for variant in variants]
-    fitting = [v for memory, v in held if memory.total <= question.cluster.memory_bytes]
+    held = [(variant, _memory(question, shape, layout, variant)) for variant in variants]
+    fitting = [each for each in held if each[1].total <= question.cluster.memory_bytes]
     if not fitting:
-        fitting = [min(held, key=lambda each: each[0].total)[1]]
-    rows = [_row(question, shape, layout, v, question.cluster) for v in fitting]
+        fitting = [min(held, key=lambda each: each[1].total)]
+    rows = [_row(question, shape, layout, variant, memory) for variant, memory in fitting]
     return min(rows, key=lambda row: row.step_s)
 
 
@@ -198,27 +202,45 @@ def _memory(question: Question, shape: ModelShape, layout: Layout, variant: Vari
     return peak_memory(_units(question, layout, variant), work, holding)
 
 
-def _row(
-    question: Question, shape: ModelShape, layout: Layout, variant: Variant, cluster: Cluster
-) -> Row:
-    units, work = _units(question, layout, variant), _work(question, shape, layout, variant)
-    steps = question.sequences_of_a_rank // variant.micro_batch
+@dataclass(frozen=True)
+class _Step:
+    """A variant as the cost model takes it; its cluster may vary."""
+
+    units: tuple[Unit, ...]
+    traffic: Traffic
+    work: Work
+    overlap: Overlap
+
+    def on(self, cluster: Cluster) -> StepTime:
+        return step_time(self.units, self.traffic, self.work, cluster, self.overlap)
+
+
+def _step(question: Question, shape: ModelShape, layout: Layout, variant: Variant) -> _Step:
+    units = _units(question, layout, variant)
     options = Options(
-        num_micro_steps=steps,
+        num_micro_steps=question.sequences_of_a_rank // variant.micro_batch,
         hierarchical=variant.hierarchical,
         two_hop=layout.num_replicas > 1,
         bucket_size_bytes=question.bucket_size_bytes,
     )
-    time = step_time(units, options, work, cluster, question.overlap)
-    memory = _memory(question, shape, layout, variant)
+    work = _work(question, shape, layout, variant)
+    return _Step(units, step_traffic(units, options), work, question.overlap)
+
+
+def _row(
+    question: Question, shape: ModelShape, layout: Layout, variant: Variant, memory: Memory
+) -> Row:
+    cluster = question.cluster
+    step = _step(question, shape, layout, variant)
+    time = step.on(cluster)
     tokens_per_s = question.global_batch * question.seq_len / time.step_s
     flops_per_s = layout.topology.world_size * cluster.peak_flops_per_s / tokens_per_s
     return Row(
         variant=variant,
-        num_micro_steps=steps,
+        num_micro_steps=step.traffic.num_micro_steps,
         memory=memory,
         time=time,
-        inter_node_bytes=step_traffic(units, options).inter_node_bytes,
+        inter_node_bytes=step.traffic.inter_node_bytes,
         tokens_per_s=tokens_per_s,
         mfu=shape.model_flops(question.seq_len) / flops_per_s,
         hfu=shape.hardware_flops(question.seq_len, variant.checkpointing) / flops_per_s,
@@ -237,26 +259,17 @@ def corners(cluster: Cluster) -> list[Cluster]:
     ]
 
 
-def interval_s(question: Question, variant: Variant) -> tuple[float, float]:
-    """The shortest and the longest step of a variant over the corners of its cluster."""
-    steps = [evaluate(question, variant, cluster=at).step_s for at in corners(question.cluster)]
-    return min(steps), max(steps)
+def corner_steps_s(question: Question, variant: Variant) -> list[float]:
+    """Seconds of a variant's step in every corner of its cluster, in the order of `corners`."""
+    layout = Layout(topology=question.topology, partition_size=variant.partition_size)
+    step = _step(question, shape_of(question.model), layout, variant)
+    return [step.on(at).step_s for at in corners(question.cluster)]
 
 
-def _may_be_faster(question: Question, shape: ModelShape, other: Row, best: Row) -> bool:
-    """Whether some corner puts `other` before `best`: then nothing here decides between them."""
-    layouts = [
-        Layout(topology=question.topology, partition_size=row.variant.partition_size)
-        for row in (other, best)
-    ]
-    for at in corners(question.cluster):
-        theirs, ours = (
-            _row(question, shape, layout, row.variant, at).step_s
-            for layout, row in zip(layouts, (other, best), strict=True)
-        )
-        if theirs <= ours:
-            return True
-    return False
+def _may_be_faster(question: Question, row: Row, best_s: Sequence[float]) -> bool:
+    """Whether some corner puts `row` before the best: then nothing here decides between them."""
+    theirs = corner_steps_s(question, row.variant)
+    return any(its <= ours for its, ours in zip(theirs, best_s, strict=True))
 
 
 def _why_nothing_fits(question: Question, rows: Sequence[Row]) -> str:

@@ -10,7 +10,7 @@ from mics_dtensor.layout import GroupShape
 from mics_dtensor.plan.cluster import Cluster
 from mics_dtensor.plan.cost import stage_s
 from mics_dtensor.plan.shape import Checkpointing, ModelShape
-from mics_dtensor.plan.traffic import Options, Stage, Traffic, Unit, step_traffic
+from mics_dtensor.plan.traffic import Stage, Traffic, Unit
 
 ADAMW_PASSES = 8
 """fp32 numbers a parameter moves: AdamW reads p, g, m, v and writes p, m, v; the norm reads g."""
@@ -73,12 +73,11 @@ class StepTime:
 
 
 def step_time(
-    units: Sequence[Unit], options: Options, work: Work, cluster: Cluster, overlap: Overlap
+    units: Sequence[Unit], traffic: Traffic, work: Work, cluster: Cluster, overlap: Overlap
 ) -> StepTime:
-    """The terms of a step (T1). `units` in forward order, as for `step_traffic`."""
-    traffic = step_traffic(units, options)
+    """The terms of a step (T1). `traffic` is that of `units`, which are in forward order."""
     pieces = _pieces(units, traffic, work, cluster)
-    steps = options.num_micro_steps
+    steps = traffic.num_micro_steps
     forward_s, backward_s = exposed_s(pieces, overlap)
     compute_s = sum(piece.count * (piece.forward_s + piece.backward_s) for piece in pieces)
     compute_s += overlap.slowdown * _hidden_s(pieces, forward_s + backward_s)

@@ -213,18 +213,17 @@ def _boundary(units: Sequence[Unit], options: Options) -> Iterator[Stage]:
                 yield _all_reduce("(all)", "agreement", group, total, 1, options)
 
 
-def _messages(hopping: Sequence[Unit], options: Options) -> Counter[Unit]:
+def _messages(hopping: Sequence[Unit], options: Options) -> dict[Unit, int]:
     """Messages at the boundary, by the unit that leads them."""
-    led: Counter[Unit] = Counter()
+    led = dict.fromkeys(hopping, 0)
     for kind in dict.fromkeys((unit.replicate, unit.hop_itemsize) for unit in hopping):
-        backward = [
-            unit
-            for unit in reversed(hopping)
-            if (unit.replicate, unit.hop_itemsize) == kind
-            for _ in range(unit.count)
-        ]
-        sizes = [unit.shard_numel() * unit.hop_itemsize for unit in backward]
-        led.update(backward[first] for first, *_ in buckets(sizes, options.bucket_size_bytes))
+        alike = [unit for unit in reversed(hopping) if (unit.replicate, unit.hop_itemsize) == kind]
+        backward, sizes = list[Unit](), list[int]()
+        for unit in alike:
+            backward += [unit] * unit.count
+            sizes += [unit.shard_numel() * unit.hop_itemsize] * unit.count
+        for first, *_ in buckets(sizes, options.bucket_size_bytes):
+            led[backward[first]] += 1
     return led
 
 
