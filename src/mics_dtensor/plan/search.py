@@ -18,6 +18,9 @@ from mics_dtensor.plan.step import Overlap, StepTime, Work, step_time
 from mics_dtensor.plan.traffic import BUCKET_SIZE_BYTES, Options, Traffic, Unit, step_traffic
 from mics_dtensor.topology import Topology
 
+RESOLUTION = 0.02
+"""Steps that are this close are not told apart: published runs of one model scatter as much."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
@@ -267,9 +270,9 @@ def corner_steps_s(question: Question, variant: Variant) -> list[float]:
 
 
 def _may_be_faster(question: Question, row: Row, best_s: Sequence[float]) -> bool:
-    """Whether some corner puts `row` before the best: then nothing here decides between them."""
+    """Whether some corner leaves `row` at most RESOLUTION behind the best: nothing decides (U2)."""
     theirs = corner_steps_s(question, row.variant)
-    return any(its <= ours for its, ours in zip(theirs, best_s, strict=True))
+    return any(its <= ours * (1 + RESOLUTION) for its, ours in zip(theirs, best_s, strict=True))
 
 
 def _why_nothing_fits(question: Question, rows: Sequence[Row]) -> str:
