@@ -236,7 +236,7 @@ class Canaries:
         assert options._timeout == timedelta(seconds=17)
 
     def init_sharded_post_forward_param_metadata_is_dtensor(self) -> None:
-        """Between forward and backward a rank holds what torch's own integer reshard leaves it."""
+        """`_init_sharded_post_forward_param_metadata` cuts as torch's own integer reshard does."""
         from mics_dtensor.upstream import reshard_after_forward_over, units_of
 
         def held(model: Any) -> list[tuple[int, ...]]:
