@@ -121,8 +121,6 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
                 slot.write_back()
             for unit in self._units:
                 unit.gather()
-            for slot in self._slots.values():
-                slot.remember()
         return loss
 
     @property  # type: ignore[override]

@@ -22,7 +22,6 @@ from mics_dtensor.upstream import (
     is_replaced,
     local_of,
     place_of_shard,
-    version_of,
 )
 
 
@@ -37,32 +36,26 @@ class Slot:
     parameter: nn.Parameter
     tensor: torch.Tensor
     has_master: bool
-    seen: tuple[int, int] = (0, 0)  # address and version of the shard
+    address: int = 0  # of the shard
 
     @classmethod
     def of(cls, its: Slice, *, has_master: bool) -> Slot:
         """With the shard as it stands."""
         view = its.of(flat_shard(its.param))
         tensor = view.float().clone() if has_master else view
-        slot = cls(its, its.param.parameter, tensor, has_master)
-        slot.remember()
-        return slot
+        return cls(its, its.param.parameter, tensor, has_master, view.data_ptr())
 
     @property
     def shard(self) -> torch.Tensor:
         """The whole shard of this rank, 1-D."""
         return flat_shard(self.slice.param)
 
-    def remember(self) -> None:
-        """The shard is what the last step left."""
-        shard = self.shard
-        self.seen = (shard.data_ptr(), version_of(shard))
-
     def follow(self) -> None:
         """To where the shard lies by now. Raises ConfigError if it is another parameter's.
 
         A master stays where the shard is still what it rounds to, and is taken anew elsewhere:
-        somebody has loaded or written weights.
+        somebody has loaded or written weights. Compared each time, since what DTensor and DCP write
+        leaves no trace in the version of the shard.
         """
         if is_replaced(self.slice.param, self.parameter):
             raise ConfigError(
@@ -70,15 +63,12 @@ class Slot:
                 "made (load_state_dict(assign=True)?), and would not be trained: load in place, or "
                 "make the optimizer anew"
             )
-        shard = self.shard
-        if (shard.data_ptr(), version_of(shard)) == self.seen:
-            return
-        view = self.slice.of(shard)
+        view = self.slice.of(self.shard)
         if self.has_master:
             kept = self.tensor.to(view.dtype) == view
             self.tensor.copy_(torch.where(kept, self.tensor, view.float()))
-        else:
-            self.tensor.data = view
+        elif view.data_ptr() != self.address or view.dtype != self.tensor.dtype:
+            self.tensor.data, self.address = view, view.data_ptr()
 
     def refuse_wide_shard(self) -> None:
         """A master beside a shard as wide would only cost memory."""
