@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.cluster import ClusterError
 from benchmarks.results import describe, table, write
-from benchmarks.run import PEERS, SYSTEMS, Case, Run, run
+from benchmarks.run import OF_PROGRAM, PEERS, SYSTEMS, Case, Run, run
 
 
 def parse(arguments: list[str]) -> tuple[Run, Path | None]:
@@ -44,6 +44,8 @@ def parse(arguments: list[str]) -> tuple[Run, Path | None]:
     add("--steps", type=int, default=2, help="optimizer steps in a repetition")
     add("--peer-venv", type=Path, help="environment of DeepSpeed (peers/requirements.txt)")
     add("--no-stages", action="store_true", help="do not count stage by stage")
+    add("--workload", choices=("linears", "llama"), default="linears")
+    add("--seq-len", type=int, default=128, help="of the Llama debug model")
     add("--dim", type=int, default=1024, help="of each linear layer")
     add("--layers", type=int, default=4)
     add("--batch-size", type=int, default=4)
@@ -53,6 +55,8 @@ def parse(arguments: list[str]) -> tuple[Run, Path | None]:
     names = [name.strip() for name in given.systems.split(",")]
     if unknown := sorted(set(names) - {*SYSTEMS, *PEERS}):
         parser.error(f"no system is called {unknown[0]}; choose from {[*SYSTEMS, *PEERS]}")
+    if given.workload == "llama" and (other := sorted({*names} - {*OF_PROGRAM})):
+        parser.error(f"the program does not run {other[0]}; choose from {list(OF_PROGRAM)}")
     if given.peer_venv is None and (peers := [name for name in names if name in PEERS]):
         parser.error(f"{peers[0]} runs in an environment of its own: give --peer-venv")
     if given.peer_venv is not None and not (given.peer_venv / "bin/python").exists():
@@ -85,14 +89,23 @@ def parse(arguments: list[str]) -> tuple[Run, Path | None]:
         timeout_s=given.timeout,
         peer_python=None if given.peer_venv is None else str(given.peer_venv / "bin/python"),
         workload={
-            "dim": given.dim,
-            "num_layers": given.layers,
-            "batch_size": given.batch_size,
+            "kind": given.workload,
             "micro_steps": given.micro_steps,
-            "sleep_ms": given.sleep_ms,
+            **_of_workload(given),
         },
     )
     return wanted, given.json
+
+
+def _of_workload(given: argparse.Namespace) -> dict[str, float]:
+    if given.workload == "llama":
+        return {"seq_len": given.seq_len}
+    return {
+        "dim": given.dim,
+        "num_layers": given.layers,
+        "batch_size": given.batch_size,
+        "sleep_ms": given.sleep_ms,
+    }
 
 
 def main() -> None:

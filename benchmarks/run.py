@@ -20,6 +20,7 @@ from benchmarks.referee import Referee
 
 SYSTEMS = ("fsdp2", "hsdp", "mics", "mics-no-hierarchy", "mics-no-2hop")
 PEERS = ("deepspeed-zero3", "deepspeed-zero3-reuse0")
+OF_PROGRAM = ("fsdp2", "hsdp", "mics", "mics-no-hierarchy")
 OVER_ALL_NODES = ("fsdp2", *PEERS)
 
 FOREIGN_CORES = 0.1
@@ -62,7 +63,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is asked for. `workload` holds the arguments of `benchmarks.workload.Linears`."""
+    """What is asked for. `workload` holds its kind, and the arguments of its class."""
 
     num_nodes: int
     ranks_per_node: int
@@ -112,7 +113,10 @@ def run(wanted: Run) -> list[Record]:
         sizes = {world.name: world.size for world in worlds}
         referee = Referee(path, sizes, ranks_per_node=wanted.ranks_per_node, check=check)
         for world in worlds:
-            world.start([str(path), world.name, json.dumps(dict(wanted.workload))])
+            workload = dict(wanted.workload)
+            if workload["kind"] == "llama":
+                workload["folder"] = folder
+            world.start([str(path), world.name, json.dumps(workload)])
         pids = [pid for world in worlds for pid in world.pids]
         referee.wait_for_ranks(timeout_s=_START_S, more_pids=pids)
         records = _measure(wanted, referee)

@@ -69,9 +69,9 @@ class CountedReduceScatter(ReduceScatter):
 
 
 @contextmanager
-def counted_stages(model: nn.Module, phases: Phases) -> Iterator[None]:
+def counted_stages(parts: Sequence[nn.Module], phases: Phases) -> Iterator[None]:
     """Within, every collective of FSDP2's units is counted by itself, between two barriers."""
-    before = [(unit, unit.all_gather, unit.reduce_scatter) for unit in units_of([model])]
+    before = [(unit, unit.all_gather, unit.reduce_scatter) for unit in units_of(parts)]
     for unit, all_gather, reduce_scatter in before:
         unit.set_collectives(
             CountedAllGather(all_gather, phases), CountedReduceScatter(reduce_scatter, phases)

@@ -64,9 +64,10 @@ class Training:
     """One system with a model of its own. Building it and each step are collective."""
 
     def __init__(
-        self, recipe: Recipe, workload: Linears, *, partition_nodes: float, topology: Topology
+        self, system: str, workload: Linears, *, partition_nodes: float, topology: Topology
     ) -> None:
-        self._recipe = recipe
+        self._recipe = recipe = RECIPES[system]
+        self.configuration = recipe.configuration
         self._workload = workload
         self._topology = topology
         partition_size = round(partition_nodes * topology.ranks_per_node)
@@ -114,7 +115,7 @@ class Training:
 
     def count_step(self, phases: Phases) -> None:
         """One step, counted stage by stage."""
-        with counted_stages(self.model, phases):
+        with counted_stages([self.model], phases):
             self.step(phases)
 
     def _clip(self) -> float:

@@ -13,7 +13,6 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed looks at it when it is imported
 
 import deepspeed
-import torch
 import torch.distributed as dist
 
 from benchmarks.bound import bound_of_stages
@@ -43,7 +42,6 @@ class Training:
             "zero_allow_untested_optimizer": True,
             _ZERO: {"stage": 3, **reuse},
         }
-        self.versions = {"deepspeed": deepspeed.__version__, "torch_of_peer": torch.__version__}
         self._workload = workload
         deepspeed.init_distributed("gloo", dist_init_required=False)
         model = workload.model()

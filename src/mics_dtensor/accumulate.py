@@ -120,7 +120,6 @@ class Accumulation:
         """
         self._begin(last)
         try:
-            self._boundary.begin_micro_step(last_of=self._num_run + 1 if self._is_last else None)
             yield
         except BaseException:
             self.fail()
@@ -221,6 +220,7 @@ class Accumulation:
             )
         self._is_last = bool(last) or announced_last
         self._inside, self._state = True, "partial"
+        self._boundary.begin_micro_step(last=self._is_last)
 
     def _second_hop(self) -> None:
         try:

@@ -47,7 +47,7 @@ class Boundary:
         }
         self.buckets = self._fill(bucket_size_bytes)
         self.left: dict[Gradient, bool] = {}  # by gradients of launched buckets: was it there
-        self.may_leave = False  # early: every rank is in its last micro-step
+        self.may_leave = False  # early, and in the last micro-step
 
     def __iter__(self) -> Iterator[Gradient]:
         for gradients in self.gradients.values():
@@ -60,16 +60,11 @@ class Boundary:
             for gradient in bucket.gradients:
                 gradient.set_aside(static_scale=bucket.divisor / num_replicas)
 
-    def begin_micro_step(self, *, last_of: int | None) -> None:
-        """Count arrivals anew. Before buckets may leave early, all ranks agree that it is the last.
-
-        Collective in the last micro-step, if early; raises AccumulationError as `finish` does.
-        """
+    def begin_micro_step(self, *, last: bool) -> None:
+        """Count arrivals anew; in the last micro-step buckets may leave early."""
         for gradient in self:
             gradient.expected, gradient.arrivals = max(1, gradient.arrivals), 0
-        if self.early and last_of is not None:
-            self._agree([], num_micro_steps=last_of, problem=None)
-            self.may_leave = True
+        self.may_leave = self.early and last
 
     def foresee(self, unit: Unit) -> None:
         """FSDP2 is about to reduce the gradients of `unit`, or to find that it has none."""
@@ -96,11 +91,8 @@ class Boundary:
         on every rank if one has a `problem`, and CommunicationError if a message fails; in both
         cases no `.grad` holds anything of this step.
         """
-        if self.early:
-            if not self.may_leave:  # synchronize(): no micro-step was known to be the last
-                self._agree([], num_micro_steps=num_micro_steps, problem=None)
-            while (bucket := self._next_bucket()) is not None:
-                self._launch(bucket)  # on every replica before the next agreement
+        while self.early and (bucket := self._next_bucket()) is not None:
+            self._launch(bucket)  # on every replica all buckets come before the agreement
         had = {g: self.left.get(g, g.is_present) for g in self}
         more = {g: g.is_present for g in self.left}
         self._agree([had, more], num_micro_steps=num_micro_steps, problem=problem)

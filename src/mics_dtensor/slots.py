@@ -137,12 +137,9 @@ class UnitSlots:
 
     unit: Unit
     slots: list[Slot]
-    stages: Stages | None = None  # of the replication group, where nodes hold several replicas
 
     @classmethod
-    def of(
-        cls, unit: Unit, chosen: set[int], *, has_masters: bool, stages: Mapping[Ranks, Stages]
-    ) -> UnitSlots | None:
+    def of(cls, unit: Unit, chosen: set[int], *, has_masters: bool) -> UnitSlots | None:
         """None if no parameter is among the `chosen`. Raises ConfigError if it is sliced."""
         if not any(id(param.parameter) in chosen for param in unit.params):
             return None
@@ -153,13 +150,17 @@ class UnitSlots:
                     "parameters of a unit to one, or delete the other first"
                 )
         slices = slices_of_unit(unit, torch.float32 if has_masters else None)
-        slots = [Slot.of(its, has_master=has_masters) for its in slices]
-        return cls(unit, slots, stages.get(ranks_of(unit.replicate_group)))
+        return cls(unit, [Slot.of(its, has_master=has_masters) for its in slices])
 
-    def gather(self) -> None:
-        """The slices of the other replicas. Collective over the replication group."""
+    def gather(self, stages: Mapping[Ranks, Stages]) -> None:
+        """The slices of the other replicas. Collective over the replication group.
+
+        `stages` are those of the replication groups with several ranks in a node, by their ranks.
+        """
         if self.unit.num_replicas == 1 or self.unit.replicate_group is None:
             return
         slices = [slot.slice for slot in self.slots]
         with stage("gather of updated slices", self.unit.name, self.unit.replicate_group) as group:
-            gather_slices(slices, group=group, device=self.unit.device, stages=self.stages)
+            gather_slices(
+                slices, group=group, device=self.unit.device, stages=stages.get(ranks_of(group))
+            )

@@ -5,17 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from mics_dtensor.cli import explain
+from mics_dtensor.cli import explain, plan
 from mics_dtensor.errors import MicsError
 
-COMMANDS: Mapping[str, Callable[[Sequence[str]], str]] = {"explain": explain.run}
+COMMANDS: Mapping[str, Callable[[Sequence[str]], str]] = {
+    "explain": explain.run,
+    "plan": plan.run,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `mics COMMAND ...`; returns the process's status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
-        print(f"usage: mics {{{','.join(COMMANDS)}}} ...\n\n{explain.SUMMARY}")
+        print(f"usage: mics {{{','.join(COMMANDS)}}} ...\n\n{explain.SUMMARY}\n{plan.SUMMARY}")
         return 0 if words else 2
     if words[0] not in COMMANDS:
         print(f"mics: no command {words[0]}; there is {', '.join(COMMANDS)}", file=sys.stderr)

@@ -66,6 +66,7 @@ def _half(
         unit=unit,
         name=name,
         collective=collective,
+        group=group,
         calls=calls,
         inter_node_bytes=between * moved // group.size,
         intra_node_bytes=inside * moved // group.size,

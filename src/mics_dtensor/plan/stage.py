@@ -14,16 +14,19 @@ Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
 class Stage:
     """What one stage of one unit kind does in an optimizer step.
 
-    `calls` are those of one rank; with NCCL the calls of a stage inside the node are one launch.
+    `calls` are those of one rank, in groups of the shape `group`; with NCCL the calls of a stage
+    inside the node are one launch of `blocks` calls.
     """
 
     unit: str
     name: str
     collective: Collective
+    group: GroupShape
     calls: int
     inter_node_bytes: int
     intra_node_bytes: int
     every_micro_step: bool
+    blocks: int = 1
 
 
 def split(shard: GroupShape) -> tuple[GroupShape, GroupShape]:

@@ -142,7 +142,8 @@ def _gather(unit: Unit, options: Options) -> Iterator[Stage]:
         across, within = split(unit.shard)
         calls = times * unit.shard.num_nodes
         yield _ring(unit, "gather between nodes", "all_gather", across, shard_bytes, times)
-        yield _ring(unit, "gather within the node", "all_gather", within, shard_bytes, calls)
+        inside = _ring(unit, "gather within the node", "all_gather", within, shard_bytes, calls)
+        yield replace(inside, blocks=unit.shard.num_nodes)
     else:
         yield _ring(unit, "gather", "all_gather", unit.shard, shard_bytes, times)
     if again is not None and again.size > 1:  # a group of other ranks: never in two stages
@@ -162,8 +163,9 @@ def _reduce(unit: Unit, options: Options) -> Iterator[Stage]:
         across, within = split(unit.shard)
         into = times * unit.shard.num_nodes
         between: Collective = "all_to_all" if options.backend == "gloo" else "reduce_scatter"
+        inside = _ring(unit, "reduce within the node", "reduce_scatter", within, shard_bytes, into)
         stages += [
-            _ring(unit, "reduce within the node", "reduce_scatter", within, shard_bytes, into),
+            replace(inside, blocks=unit.shard.num_nodes),
             _ring(unit, "reduce between nodes", between, across, shard_bytes, times),
         ]
     for stage in stages:
@@ -207,14 +209,17 @@ def _boundary(units: Sequence[Unit], options: Options) -> Iterator[Stage]:
                 yield _all_reduce("(all)", "agreement", group, total, 1, options)
 
 
-def _messages(hopping: Sequence[Unit], options: Options) -> Counter[Unit]:
+def _messages(hopping: Sequence[Unit], options: Options) -> dict[Unit, int]:
     """Messages at the boundary, by the unit that leads them."""
-    led: Counter[Unit] = Counter()
+    led = dict.fromkeys(hopping, 0)
     for kind in dict.fromkeys(_message_of(unit) for unit in hopping):
-        alike = [unit for unit in reversed(hopping) if _message_of(unit) == kind]
-        backward = [unit for unit in alike for _ in range(unit.count)]
-        sizes = [unit.shard_numel() * unit.hop_itemsize for unit in backward]
-        led.update(backward[first] for first, *_ in buckets(sizes, options.bucket_size_bytes))
+        backward, sizes = list[Unit](), list[int]()
+        for unit in reversed(hopping):
+            if _message_of(unit) == kind:
+                backward += [unit] * unit.count
+                sizes += [unit.shard_numel() * unit.hop_itemsize] * unit.count
+        for first, *_ in buckets(sizes, options.bucket_size_bytes):
+            led[backward[first]] += 1
     return led
 
 
@@ -237,6 +242,7 @@ def _ring(
         unit=unit.name,
         name=name,
         collective=collective,
+        group=group,
         calls=times,
         inter_node_bytes=between * per_edge,
         intra_node_bytes=inside * per_edge,
@@ -260,6 +266,7 @@ def _all_reduce_in_stages(
             unit=unit.name,
             name=name,
             collective=collective,
+            group=within,
             calls=calls,
             inter_node_bytes=0,
             intra_node_bytes=inside_bytes,
@@ -277,6 +284,7 @@ def _all_reduce(
         unit=unit,
         name=name,
         collective="all_reduce",
+        group=group,
         calls=calls,
         inter_node_bytes=between * twice // group.size,
         intra_node_bytes=inside * twice // group.size,

@@ -36,6 +36,7 @@ class Preset:
     model: str
     flavor: str
     units: tuple[UnitShapes, ...]
+    num_heads: int | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -73,7 +74,8 @@ def preset(model: str, flavor: str) -> Preset:
         )
         for unit in read[flavor]["units"]
     )
-    return Preset(model=model, flavor=flavor, units=units)
+    heads = read[flavor].get("num_heads")
+    return Preset(model=model, flavor=flavor, units=units, num_heads=heads)
 
 
 def flavors(model: str) -> tuple[str, ...]:

@@ -1,0 +1,282 @@
+"""Published runs as questions to the cost model; shapes and rows: benchmarks/published."""
+
+from __future__ import annotations
+
+import statistics
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mics_dtensor.layout import Layout
+from mics_dtensor.plan.cluster import Cluster, cluster, preset_cluster
+from mics_dtensor.plan.presets.units import Policy, traffic_units
+from mics_dtensor.plan.shape import Checkpointing, ModelShape, preset_of
+from mics_dtensor.plan.step import PROFILES, Overlap, StepTime, Work, step_time
+from mics_dtensor.plan.traffic import Options, step_traffic
+from mics_dtensor.topology import Topology
+
+DATA = tomllib.loads((Path(__file__).parents[1] / "published" / "runs.toml").read_text("utf-8"))
+LLAMA_8B = ModelShape(
+    num_layers=32, hidden=4096, attention_width=4096, key_value_width=1024, ffn=14336, vocab=128256
+)
+MPT_125M = {"layers": 12, "hidden": 768, "heads": 12, "vocab": 50368}
+"""Not among the shapes of runs.toml; 12 L d^2 + (vocab + seq) d is the published count."""
+
+GPUS = {
+    "A100-SXM-40GB": "A100-40GB",
+    "A100-SXM-80GB": "A100-80GB",
+    "A800-80GB": "A800-80GB",
+    "H100-SXM-80GB": "H100-80GB",
+    "H100-96GB-HBM2e-500W": "H100-96GB",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One run of a model, as the cost model sees it."""
+
+    shape: ModelShape
+    cluster: Cluster
+    gpus: int
+    partition_size: int
+    work: Work
+    micro_steps: int
+    overlap: Overlap
+    policy: Policy
+    hierarchical: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A published number beside ours, in tokens/s of a GPU."""
+
+    name: str
+    published: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Ours over theirs, less one."""
+        return self.predicted / self.published - 1
+
+
+def seconds(setting: Setting) -> StepTime:
+    """The step of a setting."""
+    topology = Topology.uniform(
+        world_size=setting.gpus, ranks_per_node=setting.cluster.ranks_per_node
+    )
+    layout = Layout(topology=topology, partition_size=setting.partition_size)
+    units = traffic_units(preset_of(setting.shape, name="published"), layout, setting.policy)
+    options = Options(
+        num_micro_steps=setting.micro_steps,
+        hierarchical=setting.hierarchical,
+        two_hop=layout.num_replicas > 1,
+    )
+    traffic = step_traffic(units, options)
+    return step_time(units, traffic, setting.work, setting.cluster, setting.overlap)
+
+
+def tokens_per_s(setting: Setting) -> float:
+    """Of one GPU."""
+    return setting.micro_steps * setting.work.tokens / seconds(setting).step_s
+
+
+def with_share(setting: Setting, share: float) -> Setting:
+    """The same on GPUs whose products reach another share of the peak."""
+    return replace(setting, cluster=replace(setting.cluster, product_share=share))
+
+
+def fitted_share(setting: Setting, published: float) -> float:
+    """The share of the peak with which a setting takes the published time."""
+    low, high = 0.05, 3.0
+    for _ in range(50):
+        share = (low + high) / 2
+        if tokens_per_s(with_share(setting, share)) < published:
+            low = share
+        else:
+            high = share
+    return low
+
+
+def _rows(belongs: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    return [row for row in DATA["run"] if belongs(row)]
+
+
+def _cluster_of(gpu: str, nic_gbit_per_s: float) -> Cluster:
+    name = GPUS[gpu]
+    curve = "between_p5" if name.startswith("H") else "between_p4de"
+    return preset_cluster(
+        name=name, gpu=name, ranks_per_node=8, nic_gbit_per_s=nic_gbit_per_s, between_curve=curve
+    )
+
+
+def _dense(read: dict[str, Any]) -> ModelShape:
+    gated = read.get("family") == "LLaMA"
+    return ModelShape(
+        num_layers=read["layers"],
+        hidden=read["hidden"],
+        attention_width=read["hidden"],
+        key_value_width=read["hidden"],
+        ffn=read.get("ffn", 4 * read["hidden"]),
+        vocab=read["vocab"],
+        head_dim=read["hidden"] // read["heads"],
+        gated=gated,
+        tied=not gated,
+    )
+
+
+def mpt(row: dict[str, Any]) -> Setting:
+    """A row of llm-foundry (S19): FSDP over all ranks; "full" stops early, as torch's default."""
+    known = {model["name"]: model for model in DATA["model"]}
+    shape = _dense(known.get(row["model"].removeprefix("MPT-"), MPT_125M))
+    checkpointing: Checkpointing = "early" if row["activation_checkpoint"] == "full" else "none"
+    return Setting(
+        shape=shape,
+        # H100 rows do not say their network: 3,200 Gbit/s, as all H100 presets.
+        cluster=_cluster_of(row["gpu"], row.get("nic_total_gbit_per_s", 3200)),
+        gpus=row["gpus"],
+        partition_size=row["partition_group"],
+        work=Work(
+            shape=shape,
+            seq_len=row["seq"],
+            micro_batch=row["micro_batch"],
+            checkpointing=checkpointing,
+        ),
+        micro_steps=row["grad_accum"],
+        overlap=PROFILES["fsdp2"],
+        policy=Policy(reduce_itemsize=2, hop_itemsize=2, chunked_loss=False),
+    )
+
+
+def mpt_fit() -> dict[str, float]:
+    """Shares by kind of GPU: the median over the 8-GPU rows."""
+    found: dict[str, list[float]] = {}
+    for row in _rows(lambda row: row["id"].startswith("mpt-") and row["gpus"] == 8):
+        found.setdefault(row["gpu"][:4], []).append(fitted_share(mpt(row), row["tok_s_gpu"]))
+    return {gpu: statistics.median(shares) for gpu, shares in found.items()}
+
+
+def mpt_cases() -> list[Case]:
+    """llm-foundry from 16 GPUs on, with the presets' constants as they are."""
+    return [
+        Case(name=row["id"], published=row["tok_s_gpu"], predicted=tokens_per_s(mpt(row)))
+        for row in _rows(lambda row: row["id"].startswith("mpt-") and row["gpus"] > 8)
+    ]
+
+
+def titan(row: dict[str, Any]) -> Setting:
+    """A row of torchtitan (S16): Llama 3.1 8B, sequences of 8,192, checkpointing by operator."""
+    return Setting(
+        shape=LLAMA_8B,
+        cluster=_cluster_of(row["gpu"], row["nic_total_gbit_per_s"]),
+        gpus=row["gpus"],
+        partition_size=row["partition_group"],
+        work=Work(shape=LLAMA_8B, seq_len=8192, micro_batch=2, checkpointing="op"),
+        micro_steps=1,
+        overlap=PROFILES["fsdp2"],
+        policy=Policy(chunked_loss=False),
+    )
+
+
+def titan_cases() -> list[Case]:
+    """128 GPUs, each with the share that fits the same system on 8."""
+    cases = []
+    for row in _rows(lambda row: row["id"].startswith("titan-8b-128-")):
+        of_8 = row["id"].replace("-128-", "-8-")
+        (first,) = _rows(lambda other: other["id"] == of_8)  # noqa: B023
+        share = fitted_share(titan(first), first["tok_s_gpu"])
+        predicted = tokens_per_s(with_share(titan(row), share))
+        cases.append(Case(name=row["id"], published=row["tok_s_gpu"], predicted=predicted))
+    return cases
+
+
+def amsp(
+    model: str, sizes: tuple[int, int], *, gpus: int, micro_steps: int, overlap: str
+) -> Setting:
+    """A row of AMSP (S11): parameters and gradients over sizes[0] ranks, states over sizes[1]."""
+    (read,) = (each for each in DATA["model"] if each["name"] == model)
+    parts = overlap.split("+")
+    shape = _dense(read)
+    return Setting(
+        shape=shape,
+        cluster=_cluster_of("A800-80GB", 800),
+        gpus=gpus,
+        partition_size=sizes[0],
+        work=Work(
+            shape=shape,
+            seq_len=4096,
+            micro_batch=1,
+            checkpointing="none",
+            num_states_shards=sizes[1],
+        ),
+        micro_steps=micro_steps,
+        overlap=Overlap(
+            gather="ag_rs" in parts,
+            reduce="ag_rs" in parts,
+            boundary="ar" in parts,
+            update="bc" in parts,
+        ),
+        policy=Policy(reduce_itemsize=2, hop_itemsize=2, chunked_loss=False),
+    )
+
+
+def amsp_fit() -> float:
+    """The A800's share, from the 8-GPU rows of ZeRO-1 and AMSP, which give MFU alone."""
+    shares = []
+    for row in _rows(lambda row: row["id"] in ("amsp-zero-1-7b-8", "amsp-amsp-7b-8")):
+        setting = amsp("LLaMA-7B", (1, 8), gpus=8, micro_steps=128, overlap="ag_rs+ar+bc")
+        speed = row["mfu"] * 312e12 / setting.shape.model_flops(4096)
+        shares.append(fitted_share(setting, speed))
+    return statistics.mean(shares)
+
+
+def amsp_cases() -> list[Case]:
+    """The 64-GPU table, with and without overlap."""
+    share, cases = amsp_fit(), []
+    for row in DATA["amsp_overlap"]:
+        params, _, states = map(int, row["shard_p_g_os"].split(","))
+        for steps, published in zip(row["micro_batches"], row["tok_s_gpu"], strict=True):
+            setting = amsp(
+                row["model"],
+                (params, states),
+                gpus=row["gpus"],
+                micro_steps=steps,
+                overlap=row["overlap"],
+            )
+            predicted = tokens_per_s(with_share(setting, share))
+            name = f"amsp-{row['model']}-{row['overlap']}-{steps}"
+            cases.append(Case(name=name, published=published, predicted=predicted))
+    return cases
+
+
+GPT_100B = ModelShape(
+    num_layers=80,
+    hidden=10240,
+    attention_width=10240,
+    key_value_width=10240,
+    ffn=40960,
+    vocab=50257,
+    gated=False,
+)
+
+
+def mics_100b(gpus: int, *, partition_size: int, overlap: str, hierarchical: bool) -> Setting:
+    """100B on p4de (S1, S2). Shape and micro-batch are chosen here; the paper's are not known."""
+    return Setting(
+        shape=GPT_100B,
+        cluster=cluster("p4de"),
+        gpus=gpus,
+        partition_size=partition_size,
+        work=Work(shape=GPT_100B, seq_len=2048, micro_batch=8, checkpointing="full"),
+        micro_steps=1,
+        overlap=PROFILES[overlap],
+        policy=Policy(reduce_itemsize=2, hop_itemsize=2, chunked_loss=False),
+        hierarchical=hierarchical,
+    )
+
+
+def tflops(setting: Setting) -> float:
+    """Model TFLOP/s of a GPU."""
+    return tokens_per_s(setting) * setting.shape.model_flops(setting.work.seq_len) / 1e12

@@ -1,0 +1,65 @@
+"""`mics plan`: which partition size, why, and how sure; without a GPU, without ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mics_dtensor.errors import PlanError
+from mics_dtensor.plan.cluster import cluster
+from mics_dtensor.plan.report import as_json, render
+from mics_dtensor.plan.search import answer
+from mics_dtensor.train.load import load
+from mics_dtensor.train.planning import Freedom, question
+
+SUMMARY = "  plan           the partition size to take on a cluster, with memory and time of each"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `mics plan`."""
+    its = argparse.ArgumentParser(
+        prog="mics plan",
+        description=f"{SUMMARY.split(maxsplit=1)[1]}. Other arguments are overrides: "
+        "--section.key value, in the file's names.",
+        allow_abbrev=False,
+    )
+    its.add_argument("--config-file", required=True, help="TOML file of a run")
+    its.add_argument("--cluster", required=True, help="a preset, or a file ending in .toml")
+    its.add_argument("--nodes", type=int, required=True, help="nodes of the cluster to use")
+    its.add_argument("--ranks-per-node", type=int, help="GPUs of a node to use")
+    its.add_argument(
+        "--as-written", action="store_true", help="keep micro-batch, checkpointing and hierarchy"
+    )
+    its.add_argument(
+        "--optimizer-over-replicas",
+        action="store_true",
+        help="also where optimizer states are cut over the replicas (not offered yet)",
+    )
+    its.add_argument("--json", action="store_true", help="everything, for programs")
+    return its
+
+
+def run(argv: Sequence[str]) -> str:
+    """What is printed. Raises MicsError."""
+    options, overrides = parser().parse_known_args(list(argv))
+    config = load(["--config-file", options.config_file, *overrides]).config
+    if options.nodes < 1:
+        raise PlanError(f"--nodes {options.nodes}; give 1 or more")
+    its = cluster(options.cluster)
+    if options.ranks_per_node is not None:
+        if not 1 <= options.ranks_per_node <= its.ranks_per_node:
+            raise PlanError(
+                f"--ranks-per-node {options.ranks_per_node}: a node of {its.name} has "
+                f"{its.ranks_per_node}; give 1 to {its.ranks_per_node}"
+            )
+        its = replace(its, ranks_per_node=options.ranks_per_node)
+    freedom = Freedom(
+        variants=not options.as_written, optimizer_over_replicas=options.optimizer_over_replicas
+    )
+    asked = question(config, its, options.nodes, freedom)
+    found = answer(asked)
+    if options.json:
+        return json.dumps(as_json(asked, found), indent=2)
+    return render(asked, found)

@@ -1,0 +1,260 @@
+"""What a cluster can do: its GPUs and its two links, each constant with its origin. Pure."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from itertools import pairwise
+from math import exp, log
+from pathlib import Path
+from typing import Any, Literal
+
+from mics_dtensor.errors import PlanError
+
+Origin = Literal["preset", "measured", "user"]
+UNCERTAINTY: Mapping[Origin, float] = {"preset": 0.25, "measured": 0.05, "user": 0.15}
+"""How far a constant of each origin may be off, as a share of itself; what a tie is judged by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A link. Inside a node the bandwidth is that out of a rank, between nodes out of a whole node.
+
+    `shares` is the share of the bandwidth that a message of so many bytes reaches, ascending;
+    measured in groups of `curve_ranks` ranks on `curve_nodes` nodes.
+    """
+
+    bandwidth_bytes_per_s: float
+    hop_latency_s: float
+    shares: tuple[tuple[float, float], ...]
+    curve_ranks: int
+    curve_nodes: int
+    origin: Origin
+    source: str
+
+    def share(self, message_bytes: float) -> float:
+        """Share of the bandwidth that a message reaches: log-log between the table's sizes.
+
+        Below the smallest size the time stays that of the smallest; above the largest the share is
+        that of the largest.
+        """
+        first, last = self.shares[0], self.shares[-1]
+        if message_bytes <= first[0]:
+            return first[1] * message_bytes / first[0]
+        for (low, at_low), (high, at_high) in pairwise(self.shares):
+            if message_bytes <= high:
+                place = log(message_bytes / low) / log(high / low)
+                return exp(log(at_low) + place * log(at_high / at_low))
+        return last[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes of `ranks_per_node` GPUs. An object that exists is valid."""
+
+    name: str
+    gpu: str
+    ranks_per_node: int
+    peak_flops_per_s: float
+    product_share: float
+    product_half_width: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+    inside: Link
+    between: Link
+    base_latency_s: float
+    origin: Origin
+    source: str
+
+    def share_of_products(self, hidden: int) -> float:
+        """Share of the peak that the products of a model of this width reach (T6)."""
+        return self.product_share * hidden / (hidden + self.product_half_width)
+
+    def scaled(self, *, compute: float = 1.0, inside: float = 1.0, between: float = 1.0) -> Cluster:
+        """The same cluster with faster or slower parts: a corner of what is not known."""
+        return replace(
+            self,
+            product_share=self.product_share * compute,
+            memory_bytes_per_s=self.memory_bytes_per_s * compute,
+            inside=replace(
+                self.inside, bandwidth_bytes_per_s=self.inside.bandwidth_bytes_per_s * inside
+            ),
+            between=replace(
+                self.between, bandwidth_bytes_per_s=self.between.bandwidth_bytes_per_s * between
+            ),
+        )
+
+    def constants(self) -> list[tuple[str, str, Origin, str]]:
+        """Every constant: name, value with its unit, origin, source."""
+        between, inside = self.between, self.inside
+        mine = (self.origin, self.source)
+        theirs = (between.origin, between.source)
+        return [
+            ("ranks of a node", str(self.ranks_per_node), *mine),
+            ("peak of a GPU", f"{self.peak_flops_per_s / 1e12:.0f} TFLOP/s", *mine),
+            ("share of it in products", f"{self.product_share:.3f}", *mine),
+            ("width that reaches half of it", f"{self.product_half_width:.0f}", *mine),
+            ("memory of a GPU", f"{self.memory_bytes / 1e9:.0f} GB", *mine),
+            ("bandwidth of memory", f"{self.memory_bytes_per_s / 1e12:.3g} TB/s", *mine),
+            ("bandwidth out of a node", _gb(between), *theirs),
+            ("latency of a hop between nodes", _us(between.hop_latency_s), *theirs),
+            ("bandwidth out of a rank, inside", _gb(inside), inside.origin, inside.source),
+            ("latency of a hop inside", _us(inside.hop_latency_s), inside.origin, inside.source),
+        ]
+
+
+def _gb(link: Link) -> str:
+    return f"{link.bandwidth_bytes_per_s / 1e9:.1f} GB/s"
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us"
+
+
+def presets() -> dict[str, Any]:
+    """The tables of presets/clusters.toml."""
+    file = resources.files("mics_dtensor.plan.presets") / "clusters.toml"
+    return tomllib.loads(file.read_text("utf-8"))
+
+
+def cluster(name: str) -> Cluster:
+    """A preset by name, or the cluster of a file ending in .toml. Raises PlanError."""
+    if name.endswith(".toml"):
+        return _from_file(Path(name))
+    read = presets()
+    if name not in read["cluster"]:
+        raise PlanError(
+            f"no cluster {name!r} is known; choose from {', '.join(read['cluster'])}, or give a "
+            "file that ends in .toml (docs/formats.md)"
+        )
+    entry = read["cluster"][name]
+    return preset_cluster(
+        name=name,
+        gpu=entry["gpu"],
+        ranks_per_node=entry["ranks_per_node"],
+        nic_gbit_per_s=entry["nic_gbit_per_s"],
+        between_curve=entry["between_curve"],
+    )
+
+
+def preset_cluster(
+    *, name: str, gpu: str, ranks_per_node: int, nic_gbit_per_s: float, between_curve: str
+) -> Cluster:
+    """Nodes of GPUs of the presets behind a NIC of that line rate. Raises PlanError."""
+    read = presets()
+    if gpu not in read["gpu"]:
+        raise PlanError(f"no GPU {gpu!r} is known; choose from {', '.join(read['gpu'])}")
+    its, nccl = read["gpu"][gpu], read["nccl"]
+    return Cluster(
+        name=name,
+        gpu=gpu,
+        ranks_per_node=ranks_per_node,
+        peak_flops_per_s=its["peak_tflops"] * 1e12,
+        product_share=its["product_share"],
+        product_half_width=its["product_half_width"],
+        memory_bytes=int(its["memory_gb"] * 1e9),
+        memory_bytes_per_s=its["memory_tb_per_s"] * 1e12,
+        inside=Link(
+            bandwidth_bytes_per_s=its["inside_gb_per_s"] * 1e9,
+            hop_latency_s=nccl["hop_inside_s"],
+            shares=_shares(read["curve"][its["inside_curve"]]),
+            curve_ranks=8,
+            curve_nodes=1,
+            origin="preset",
+            source=f"{its['source']}; curve {its['inside_curve']}",
+        ),
+        between=Link(
+            bandwidth_bytes_per_s=nic_gbit_per_s / 8 * 1e9 * nccl["nic_share"],
+            hop_latency_s=nccl["hop_between_s"],
+            shares=_shares(read["curve"][between_curve]),
+            curve_ranks=16,
+            curve_nodes=2,
+            origin="preset",
+            source=f"{nic_gbit_per_s:g} Gbit/s x {nccl['nic_share']} ({nccl['source']}); curve "
+            f"{between_curve}",
+        ),
+        base_latency_s=nccl["base_latency_s"],
+        origin="preset",
+        source=its["source"],
+    )
+
+
+def _shares(curve: Mapping[str, Any]) -> tuple[tuple[float, float], ...]:
+    """Size in bytes and share of the largest bandwidth; a share never falls with the size."""
+    largest, so_far = max(curve["busbw_gb_per_s"]), 0.0
+    shares = []
+    for mib, busbw in zip(curve["size_mib"], curve["busbw_gb_per_s"], strict=True):
+        so_far = max(so_far, busbw / largest)
+        shares.append((mib * 2.0**20, so_far))
+    return tuple(shares)
+
+
+NUMBERS = ("peak_flops_per_s", "product_share", "memory_bytes", "memory_bytes_per_s")
+
+
+def _from_file(path: Path) -> Cluster:
+    """`cluster.toml` (docs/formats.md): every constant measured or written by the user."""
+    try:
+        read = tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise PlanError(f"there is no file {path}; --cluster wants one, or a preset") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise PlanError(f"{path} cannot be read: {error}") from None
+    if read.get("schema") != 1:
+        raise PlanError(f"{path} has schema {read.get('schema')}; this version reads schema 1")
+    try:
+        its, links = read["cluster"], read["link"]
+        numbers = {name: float(its[name]) for name in NUMBERS}
+        if min(numbers.values()) <= 0 or its["ranks_per_node"] < 1:
+            raise PlanError(f"{path}: every number of [cluster] must be above 0")
+        return Cluster(
+            name=its["name"],
+            gpu=its["device"],
+            ranks_per_node=its["ranks_per_node"],
+            peak_flops_per_s=numbers["peak_flops_per_s"],
+            product_share=numbers["product_share"],
+            product_half_width=float(its.get("product_half_width", 0.0)),
+            memory_bytes=int(numbers["memory_bytes"]),
+            memory_bytes_per_s=numbers["memory_bytes_per_s"],
+            inside=_link(links["intra_node"], path, its["ranks_per_node"], 1),
+            between=_link(links["inter_node"], path, 2 * its["ranks_per_node"], 2),
+            base_latency_s=its.get("base_latency_s", 0.0),
+            origin=_origin(its.get("origin", "user"), path),
+            source=str(path),
+        )
+    except KeyError as error:
+        raise PlanError(f"{path} lacks the key {error}; docs/formats.md lists them") from None
+    except (TypeError, ValueError) as error:
+        if isinstance(error, PlanError):
+            raise
+        raise PlanError(f"{path}: a value of the wrong type ({error})") from None
+
+
+def _link(read: Mapping[str, Any], path: Path, ranks: int, nodes: int) -> Link:
+    shares = read.get("shares", [[1, 1.0]])
+    bandwidth, latency = float(read["bandwidth_bytes_per_s"]), float(read["latency_s"])
+    in_order = all(low[0] < high[0] for low, high in pairwise(shares))
+    possible = all(size > 0 and 0 < share <= 1 for size, share in shares)
+    if bandwidth <= 0 or latency < 0 or not shares or not in_order or not possible:
+        raise PlanError(
+            f"{path}: a link has a bandwidth above 0, a latency of 0 or more, and shares "
+            "[bytes, share] with ascending sizes and shares above 0 and at most 1"
+        )
+    return Link(
+        bandwidth_bytes_per_s=bandwidth,
+        hop_latency_s=latency,
+        shares=tuple((float(size), float(share)) for size, share in shares),
+        curve_ranks=ranks if "shares" in read else 1,
+        curve_nodes=nodes if "shares" in read else 1,
+        origin=_origin(read.get("origin", "user"), path),
+        source=str(path),
+    )
+
+
+def _origin(said: str, path: Path) -> Origin:
+    for origin in UNCERTAINTY:
+        if said == origin:
+            return origin
+    raise PlanError(f"{path}: origin {said!r}; write one of {', '.join(UNCERTAINTY)}")

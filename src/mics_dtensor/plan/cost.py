@@ -1,0 +1,71 @@
+"""Seconds of a stage of `traffic.py` on a cluster. Pure; equations in docs/cost_model.md."""
+
+from __future__ import annotations
+
+from mics_dtensor.errors import PlanError
+from mics_dtensor.plan.cluster import Cluster, Link
+from mics_dtensor.plan.stage import Stage
+
+
+def stage_s(stage: Stage, cluster: Cluster) -> float:
+    """Seconds of all calls of a stage in an optimizer step, one after the other (C1).
+
+    All groups of the world call at once: a node's NIC carries the bytes of all its ranks.
+    """
+    launches = stage.calls / stage.blocks
+    wire_s = max(between_s(stage, cluster), inside_s(stage, cluster))
+    return wire_s + launches * extra_latency_s(stage, cluster)
+
+
+def between_s(stage: Stage, cluster: Cluster) -> float:
+    """Seconds that the NIC of a node is busy: its bytes over the share of its bandwidth (C2)."""
+    world = stage.group.size * stage.group.num_groups
+    if world % cluster.ranks_per_node:
+        raise PlanError(
+            f"{world} ranks are not whole nodes of the {cluster.ranks_per_node} ranks that a node "
+            f"of {cluster.name} has; give --ranks-per-node"
+        )
+    out_of_node = stage.inter_node_bytes * cluster.ranks_per_node / world
+    return _wire_s(out_of_node, stage, cluster.between)
+
+
+def inside_s(stage: Stage, cluster: Cluster) -> float:
+    """Seconds that the link of a rank inside its node is busy (C3).
+
+    The edges of a ring carry alike; those between nodes are not among them.
+    """
+    edges = stage.group.size if stage.group.num_nodes == 1 else None
+    if edges is None:
+        edges = stage.group.size - stage.group.num_nodes
+    if not edges:
+        return 0.0
+    over_edge = stage.intra_node_bytes / (edges * stage.group.num_groups)
+    return _wire_s(over_edge, stage, cluster.inside)
+
+
+def _wire_s(total_bytes: float, stage: Stage, link: Link) -> float:
+    if not total_bytes:
+        return 0.0
+    launches = max(1.0, stage.calls / stage.blocks)
+    ways = 2 if stage.collective == "all_reduce" else 1
+    share = link.share(total_bytes / launches / ways)
+    return total_bytes / (link.bandwidth_bytes_per_s * share)
+
+
+def ring_latency_s(*, ranks: int, nodes: int, ways: int, cluster: Cluster) -> float:
+    """Latency of a ring that visits `ranks` node by node; an all-reduce goes 2 `ways` (C4)."""
+    between = nodes - 1
+    inside = ranks - 1 - between
+    hops_s = inside * cluster.inside.hop_latency_s + between * cluster.between.hop_latency_s
+    return cluster.base_latency_s + ways * hops_s
+
+
+def extra_latency_s(stage: Stage, cluster: Cluster) -> float:
+    """Latency of a launch beyond that of the group in which the link's curve was taken (C5)."""
+    group = stage.group
+    link = cluster.between if group.num_nodes > 1 else cluster.inside
+    ways = 2 if stage.collective == "all_reduce" else 1
+    here = ring_latency_s(ranks=group.size, nodes=group.num_nodes, ways=ways, cluster=cluster)
+    ranks, nodes = link.curve_ranks, link.curve_nodes
+    curve = ring_latency_s(ranks=ranks, nodes=nodes, ways=ways, cluster=cluster)
+    return max(0.0, here - curve)

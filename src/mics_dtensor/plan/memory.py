@@ -1,0 +1,239 @@
+"""Bytes of a rank at the peak of a step, by kind. Pure; the equations are in docs/cost_model.md.
+
+A closed form of what FSDP2 and autograd hold for torchtitan's dense decoder under AdamW. A test
+holds it against a traced step of the real model (`trace.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mics_dtensor.plan.shape import ModelShape
+from mics_dtensor.plan.step import Work
+from mics_dtensor.plan.traffic import Unit
+
+CONTEXT_BYTES = 1_000_000_000
+"""CUDA's context, cuBLAS's workspace and the libraries' code: assumed, not measured here."""
+
+NCCL_BYTES = 1_000_000_000
+"""Buffers of NCCL's channels for a handful of groups: assumed, not measured here."""
+
+FRAGMENTATION = 0.03
+"""Share that the caching allocator holds beyond what is used: assumed, not measured here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """What differs between devices. The defaults are CUDA's; `CPU` is what a trace sees."""
+
+    fused_norm: bool = True
+    keeps_attention: bool = True  # checkpointing by operator saves what attention returned
+
+
+CPU = Kernels(fused_norm=False, keeps_attention=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """How parameters and their gradients are held; `num_loss_chunks` as [loss] num_chunks."""
+
+    param_itemsize: int = 4
+    num_loss_chunks: int = 1
+    num_micro_steps: int = 1
+    hierarchical: bool = True
+    max_seq_len: int | None = None
+    """Positions of the rotary table of each block; not given, those of a sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of a rank when most is held. `reserved` is what a trace does not see."""
+
+    parameters: int
+    gradients: int
+    states: int
+    gathered: int
+    activations: int
+    buffers: int
+    reserved: int
+
+    @property
+    def traced(self) -> int:
+        """All but what is reserved."""
+        states = self.parameters + self.gradients + self.states
+        return states + self.gathered + self.activations + self.buffers
+
+    @property
+    def total(self) -> int:
+        """All kinds."""
+        return self.traced + self.reserved
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is held at one time of the step, beside parameters and states."""
+
+    gradients: float
+    gathered: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """All three."""
+        return self.gradients + self.gathered + self.activations
+
+
+def peak_memory(
+    units: Sequence[Unit], work: Work, holding: Holding, kernels: Kernels | None = None
+) -> Memory:
+    """The largest of the moments of a step (M1). `units` in forward order, blocks as one kind."""
+    kernels = kernels or Kernels()
+    shape, shard = work.shape, sum(unit.count * unit.shard_numel() for unit in units)
+    parameters = shard * holding.param_itemsize
+    cut = 1 if work.num_states_shards is None else work.num_states_shards // units[0].shard.size
+    states = 2 * shard * holding.param_itemsize // cut
+    moments = _moments(units, work, holding, kernels)
+    peak = max(moments, key=lambda moment: moment.total)
+    kept_gathered = sum(
+        unit.count * unit.gather_itemsize * unit.numel / unit.regather.size
+        for unit in units
+        if unit.regather is not None
+    )
+    positions = holding.max_seq_len or work.seq_len
+    buffers = shape.num_layers * positions * shape.head_dim * 4
+    gathered = int(peak.gathered + kept_gathered)
+    used = parameters + states + gathered + buffers + int(peak.gradients + peak.activations)
+    return Memory(
+        parameters=parameters,
+        gradients=int(peak.gradients),
+        states=states,
+        gathered=gathered,
+        activations=int(peak.activations),
+        buffers=buffers,
+        reserved=CONTEXT_BYTES + NCCL_BYTES + int(FRAGMENTATION * used),
+    )
+
+
+def block_bytes_per_token(shape: ModelShape, kernels: Kernels) -> float:
+    """What autograd keeps of a block's forward for one token (M2).
+
+    Two norms with their input and output; queries, keys and values; the rotation; what attention
+    returned and its log-sum-exp; gate, activation, up and their product.
+    """
+    hidden, width, key_value = shape.hidden, shape.attention_width, shape.key_value_width
+    norm = (4 if kernels.fused_norm else 10) * hidden + 4
+    attention = 2 * (width + 2 * key_value) + 2 * width
+    rotation, log_sum = 4 * shape.head_dim, 4 * width // shape.head_dim
+    feed_forward = (8 if shape.gated else 4) * shape.ffn
+    return 2 * norm + attention + rotation + log_sum + feed_forward
+
+
+def kept_bytes_per_token(shape: ModelShape, work: Work, kernels: Kernels, blocks: int) -> float:
+    """What is kept of the first `blocks` blocks between forward and backward (M3)."""
+    hidden, width, key_value = shape.hidden, shape.attention_width, shape.key_value_width
+    whole, start = block_bytes_per_token(shape, kernels), 2 * hidden
+    if work.checkpointing == "none":
+        return blocks * whole
+    if work.checkpointing == "2":
+        return blocks // 2 * start + (blocks - blocks // 2) * whole
+    if work.checkpointing == "op":  # of five products the first, third and last: wqkv, w1, w2
+        attention = 2 * width + 4 * width // shape.head_dim if kernels.keeps_attention else 0
+        products = 2 * (width + 2 * key_value) + 2 * shape.ffn + 2 * hidden
+        return blocks * (start + products + attention)
+    return blocks * start
+
+
+def again_bytes_per_token(shape: ModelShape, work: Work, kernels: Kernels, block: int) -> float:
+    """What the second forward of a block, counted from 1, adds to what was kept of it (M3)."""
+    whole = block_bytes_per_token(shape, kernels)
+    if work.checkpointing == "none" or (work.checkpointing == "2" and block % 2):
+        return 0.0
+    if work.checkpointing == "op":  # w1 is there, and wqkv is let go when it is rotated
+        width = shape.attention_width + 2 * shape.key_value_width
+        kept = 2 * shape.attention_width if kernels.keeps_attention else 0
+        return whole - 2 * shape.hidden - 2 * shape.ffn - 2 * width - kept
+    return whole  # less its input, which was kept, and with its output, which nobody needs
+
+
+def _moments(
+    units: Sequence[Unit], work: Work, holding: Holding, kernels: Kernels
+) -> Iterator[Moment]:
+    yield from _in_the_head(units, work, holding, kernels)
+    yield from _in_the_blocks(units, work, holding, kernels)
+    yield _in_the_embedding(units, holding)
+
+
+def _of(units: Sequence[Unit], part: str) -> Unit:
+    return next(unit for unit in units if part in unit.name)
+
+
+def _gradient_bytes(unit: Unit, holding: Holding) -> float:
+    return unit.count * unit.shard_numel() * holding.param_itemsize
+
+
+def _held_before(units: Sequence[Unit], holding: Holding) -> float:
+    """Gradients of earlier micro-steps, in full from the second on."""
+    return (holding.num_micro_steps > 1) * sum(_gradient_bytes(unit, holding) for unit in units)
+
+
+def _in_the_head(
+    units: Sequence[Unit], work: Work, holding: Holding, kernels: Kernels
+) -> Iterator[Moment]:
+    """The loss, and then the head's own reduction (M4)."""
+    shape, tokens, chunks = work.shape, work.tokens, holding.num_loss_chunks
+    head, block = _of(units, "lm_head"), _of(units, "layers")
+    kept = kept_bytes_per_token(shape, work, kernels, shape.num_layers) * tokens
+    norm = ((4 if kernels.fused_norm else 10) * shape.hidden + 4) * tokens
+    logits = 12.0 * shape.vocab * tokens / chunks  # twice in bf16, twice in fp32
+    gathered, gradient = head.gather_itemsize * head.numel, head.gather_itemsize * head.numel
+    before = _held_before(units, holding)
+    yield Moment(before, gathered + (gradient if chunks > 1 else 0.0), kept + norm + logits)
+    reduced = gradient + head.reduce_itemsize * head.numel
+    ahead = block.gather_itemsize * block.numel
+    yield Moment(before, reduced + ahead, kept + 2.0 * shape.hidden * tokens)
+
+
+def _in_the_blocks(
+    units: Sequence[Unit], work: Work, holding: Holding, kernels: Kernels
+) -> Iterator[Moment]:
+    """A block's backward, with what is gathered ahead and reduced behind it (M5).
+
+    In its feed-forward, and at its end, where all gradients of its parameters are there.
+
+    All is linear in the place of the block, so that the first two and the last two decide.
+    """
+    shape, tokens = work.shape, work.tokens
+    head, block, table = _of(units, "lm_head"), _of(units, "layers"), _of(units, "tok_embeddings")
+    # Of the feed-forward: gradients of its product, gate and up, less the product that is freed.
+    passing = 2.0 * tokens * (2 * shape.ffn + shape.hidden) + 2.0 * shape.ffn * shape.hidden
+    norm = (8 if kernels.fused_norm else 26) * shape.hidden * tokens  # its input, its gradients
+    before = _held_before(units, holding)
+    done_before = _gradient_bytes(head, holding)
+    for place in sorted({0, 1, shape.num_layers - 2, shape.num_layers - 1}):
+        if not 0 <= place < shape.num_layers:
+            continue
+        behind = head if place == 0 else block
+        ahead = table if place == shape.num_layers - 1 else block
+        messages = 1.0 * block.gather_itemsize * block.numel
+        messages += ahead.gather_itemsize * ahead.numel
+        messages += behind.reduce_itemsize * behind.numel
+        if holding.hierarchical and block.shard.num_nodes > 1:  # what the first stage brought
+            messages += block.gather_itemsize * block.numel / block.shard.ranks_per_node
+        reduced = done_before + place * _gradient_bytes(block, holding) / shape.num_layers
+        number = shape.num_layers - place
+        held = kept_bytes_per_token(shape, work, kernels, number) * tokens
+        again = again_bytes_per_token(shape, work, kernels, number) * tokens
+        yield Moment(before or reduced, messages, held + again + passing)
+        gradients = block.gather_itemsize * block.numel
+        below = kept_bytes_per_token(shape, work, kernels, number - 1) * tokens
+        at_the_end = below + 2.0 * shape.hidden * tokens + norm
+        yield Moment(before or reduced, messages + gradients, at_the_end)
+
+
+def _in_the_embedding(units: Sequence[Unit], holding: Holding) -> Moment:
+    """The reduction of the embedding's gradient, after all others (M6)."""
+    table = _of(units, "tok_embeddings")
+    message = (table.gather_itemsize + table.reduce_itemsize) * table.numel
+    gradients = sum(_gradient_bytes(unit, holding) for unit in units)
+    return Moment(gradients, float(message), 0.0)

@@ -1,0 +1,207 @@
+"""An answer of the planner as a table and as JSON. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from mics_dtensor.plan.search import Answer, Question, Row, Variant
+
+Cells = tuple[str, ...]
+
+_HEADERS: Cells = (
+    "partition",
+    "variant",
+    "params",
+    "grads",
+    "states",
+    "gathered",
+    "activ.",
+    "other",
+    "GB/GPU",
+    "compute",
+    "gather",
+    "reduce",
+    "boundary",
+    "update",
+    "optim.",
+    "step s",
+    "tokens/s",
+    "MFU",
+    "HFU",
+    "between nodes",
+    "",
+)
+
+
+def render(question: Question, answer: Answer) -> str:
+    """The table, the recommendation, and where every constant came from."""
+    rows = [_HEADERS, *(_cells(row, _verdict(question, row, answer)) for row in answer.rows)]
+    cluster = question.cluster
+    lines = [
+        f"{question.model.model} {question.model.flavor}, {question.model.num_parameters:,} "
+        f"parameters, on {question.num_nodes} nodes of {cluster.ranks_per_node} {cluster.gpu} "
+        f"({cluster.name}): {question.global_batch} sequences of {question.seq_len} tokens a step",
+        "Memory in GB of a GPU at the peak; times in seconds of a step, messages where nothing "
+        "hides them.",
+        "",
+        *_aligned(rows),
+        "",
+        *recommendation(answer),
+        "",
+        "constants:",
+    ]
+    constants = [
+        (f"  {n}", value, origin, source) for n, value, origin, source in _origins(cluster)
+    ]
+    return "\n".join([*lines, *_aligned(constants, left=4)])
+
+
+def _origins(cluster: Any) -> list[Cells]:
+    told: list[Cells] = [tuple(each) for each in cluster.constants()]
+    told.append(("memory a trace does not see", "2 GB + 3 %", "preset", "assumed (plan/memory.py)"))
+    return told
+
+
+def recommendation(answer: Answer) -> list[str]:
+    """What to take, by how much, and whether that is decided."""
+    best = answer.best
+    low, high = answer.interval_s
+    lines = [
+        f"take partition_size = {best.variant.partition_size} ({describe(best.variant)}): "
+        f"{best.step_s:.3g} s a step ({low:.3g} to {high:.3g}), {best.tokens_per_s:,.0f} tokens/s; "
+        f"the next takes {answer.margin:.1%} longer"
+    ]
+    if answer.ties:
+        names = ", ".join(_name(row.variant) for row in answer.ties)
+        lines.append(
+            f"tie: within what is not known of the links, {names} may be as fast; measure a step "
+            "of each"
+        )
+    return lines
+
+
+def describe(variant: Variant) -> str:
+    """A variant in words."""
+    said = [f"micro-batch {variant.micro_batch}", f"checkpointing {variant.checkpointing}"]
+    said += ["hierarchical"] * variant.hierarchical
+    said += ["node-local backward"] * variant.node_local_backward
+    said += ["optimizer over replicas"] * variant.optimizer_over_replicas
+    return ", ".join(said)
+
+
+def _name(variant: Variant) -> str:
+    return "plain FSDP" if variant.plain else str(variant.partition_size)
+
+
+def _short(variant: Variant) -> str:
+    marks = [f"b{variant.micro_batch}", variant.checkpointing]
+    marks += ["hier"] * variant.hierarchical + ["local-bwd"] * variant.node_local_backward
+    marks += ["opt/R"] * variant.optimizer_over_replicas
+    return " ".join(marks)
+
+
+TERMS = ("compute", "exposed_gather", "exposed_reduce", "boundary", "update", "optimizer")
+
+
+def why(question: Question, row: Row, best: Row) -> str:
+    """Why a row is not the one to take: what does not fit, or the term that costs most."""
+    if row is best:
+        return "take this"
+    if replace(row.variant, plain=False) == replace(best.variant, plain=False):
+        return "the same"
+    if not row.fits:
+        over = row.memory.total - question.cluster.memory_bytes
+        return f"does not fit: {over / 1e9:.1f} GB too much"
+    more = {
+        term: getattr(row.time, f"{term}_s") - getattr(best.time, f"{term}_s") for term in TERMS
+    }
+    worst = max(more, key=lambda term: more[term])
+    slower = row.step_s / best.step_s - 1
+    if more[worst] <= 0:
+        return f"+{slower:.1%}"
+    return f"+{slower:.1%}, most of it {worst.replace('_', ' ')} (+{more[worst]:.3g} s)"
+
+
+def _verdict(question: Question, row: Row, answer: Answer) -> str:
+    said = why(question, row, answer.best)
+    return f"tie: {said}" if any(row is tied for tied in answer.ties) else said
+
+
+def _cells(row: Row, verdict: str) -> Cells:
+    memory, time, variant = row.memory, row.time, row.variant
+    kinds = (
+        memory.parameters,
+        memory.gradients,
+        memory.states,
+        memory.gathered,
+        memory.activations,
+        memory.buffers + memory.reserved,
+        memory.total,
+    )
+    terms = [getattr(time, f"{term}_s") for term in TERMS]
+    return (
+        "plain FSDP" if variant.plain else str(variant.partition_size),
+        _short(variant),
+        *(f"{kind / 1e9:.1f}" for kind in kinds),
+        *(f"{term:.3g}" for term in (*terms, time.step_s)),
+        f"{row.tokens_per_s:,.0f}",
+        f"{row.mfu:.1%}",
+        f"{row.hfu:.1%}",
+        f"{row.inter_node_bytes / 1e9:,.1f} GB",
+        verdict,
+    )
+
+
+def _aligned(rows: Sequence[Cells], *, left: int = 2) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    last = len(widths) - 1
+    return [
+        "  ".join(
+            cell.ljust(width) if column < left or column == last else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def as_json(question: Question, answer: Answer) -> dict[str, Any]:
+    """Schema 1 of docs/formats.md."""
+    cluster = question.cluster
+    return {
+        "schema": 1,
+        "model": f"{question.model.model} {question.model.flavor}",
+        "num_parameters": question.model.num_parameters,
+        "cluster": cluster.name,
+        "num_nodes": question.num_nodes,
+        "ranks_per_node": cluster.ranks_per_node,
+        "memory_bytes_of_a_rank": cluster.memory_bytes,
+        "rows": [_row_json(question, row, answer) for row in answer.rows],
+        "recommendation": {
+            "variant": asdict(answer.best.variant),
+            "step_s": answer.best.step_s,
+            "step_s_interval": list(answer.interval_s),
+            "margin": answer.margin,
+            "ties": [_name(row.variant) for row in answer.ties],
+        },
+        "constants": [
+            dict(zip(("name", "value", "origin", "source"), each, strict=True))
+            for each in _origins(cluster)
+        ],
+    }
+
+
+def _row_json(question: Question, row: Row, answer: Answer) -> dict[str, Any]:
+    return {
+        "variant": asdict(row.variant),
+        "num_micro_steps": row.num_micro_steps,
+        "memory_bytes": asdict(row.memory) | {"total": row.memory.total},
+        "time": asdict(row.time) | {"step_s": row.step_s},
+        "inter_node_bytes": row.inter_node_bytes,
+        "tokens_per_s": row.tokens_per_s,
+        "mfu": row.mfu,
+        "hfu": row.hfu,
+        "fits": row.fits,
+        "why": _verdict(question, row, answer),
+    }

@@ -1,0 +1,297 @@
+"""Every partition size and variant of a run on a cluster, and the one to take. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+from mics_dtensor.errors import PlanError
+from mics_dtensor.layout import Layout, divisors, partition_sizes
+from mics_dtensor.plan.cluster import UNCERTAINTY, Cluster
+from mics_dtensor.plan.memory import Holding, Memory, peak_memory
+from mics_dtensor.plan.presets import Preset
+from mics_dtensor.plan.presets.units import Policy, traffic_units
+from mics_dtensor.plan.shape import Checkpointing, ModelShape, shape_of
+from mics_dtensor.plan.step import Overlap, StepTime, Work, step_time
+from mics_dtensor.plan.traffic import BUCKET_SIZE_BYTES, Options, Traffic, Unit, step_traffic
+from mics_dtensor.topology import Topology
+
+RESOLUTION = 0.02
+"""Steps that are this close are not told apart: published runs of one model scatter as much."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """How a partition size is run. `plain` is FSDP over all ranks, one ring a message."""
+
+    partition_size: int
+    micro_batch: int
+    checkpointing: Checkpointing
+    hierarchical: bool = True
+    node_local_backward: bool = False
+    optimizer_over_replicas: bool = False
+    plain: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked: a model, a batch of `global_batch` sequences a step, and a cluster."""
+
+    model: Preset
+    cluster: Cluster
+    num_nodes: int
+    seq_len: int
+    global_batch: int
+    policy: Policy
+    overlap: Overlap
+    micro_batches: tuple[int, ...] = ()
+    """Sequences of a rank in a micro-step; empty: every number that divides the batch."""
+    checkpointings: tuple[Checkpointing, ...] = ("none", "op", "full")
+    hierarchies: tuple[bool, ...] = (True, False)
+    node_local_backwards: tuple[bool, ...] = (False, True)
+    optimizers_over_replicas: tuple[bool, ...] = (False,)
+    param_itemsize: int = 4
+    num_loss_chunks: int = 1
+    bucket_size_bytes: int = BUCKET_SIZE_BYTES
+
+    @cached_property
+    def topology(self) -> Topology:
+        """The nodes that are asked about."""
+        node = self.cluster.ranks_per_node
+        return Topology.uniform(world_size=self.num_nodes * node, ranks_per_node=node)
+
+    @property
+    def sequences_of_a_rank(self) -> int:
+        """In an optimizer step. Raises PlanError where the batch cannot be cut."""
+        world = self.num_nodes * self.cluster.ranks_per_node
+        if self.global_batch < 1 or self.global_batch % world:
+            raise PlanError(
+                f"a batch of {self.global_batch} sequences cannot be shared by {world} ranks; give "
+                f"a multiple of {world} (training.global_batch_size), or other --nodes"
+            )
+        return self.global_batch // world
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What a variant holds, takes and sends. Bytes are those out of all nodes in a step."""
+
+    variant: Variant
+    num_micro_steps: int
+    memory: Memory
+    time: StepTime
+    inter_node_bytes: int
+    tokens_per_s: float
+    mfu: float
+    hfu: float
+    fits: bool
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of an optimizer step."""
+        return self.time.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One row a partition size, plain FSDP last; the best, and those that may be as good."""
+
+    rows: tuple[Row, ...]
+    best: Row
+    interval_s: tuple[float, float]
+    """The shortest and the longest step of the best, over what is not known of the cluster."""
+    margin: float
+    """How much longer the next partition size takes, as a share of the best step."""
+    ties: tuple[Row, ...]
+
+
+def answer(question: Question) -> Answer:
+    """The best variant of every partition size. Raises PlanError where none fits."""
+    shape, topology = shape_of(question.model), question.topology
+    rows = []
+    for size in partition_sizes(topology):
+        layout = Layout(topology=topology, partition_size=size)
+        rows.append(_best(question, shape, layout, list(_variants(question, layout))))
+    world = Layout(topology=topology, partition_size=topology.world_size)
+    rows.append(_best(question, shape, world, list(_variants(question, world, plain=True))))
+    fitting = sorted((row for row in rows if row.fits), key=lambda row: row.step_s)  # stable
+    if not fitting:
+        raise PlanError(_why_nothing_fits(question, rows))
+    best = fitting[0]
+    others = [row for row in fitting if not _are_one(row, best)]
+    best_s = corner_steps_s(question, best.variant)
+    return Answer(
+        rows=tuple(rows),
+        best=best,
+        interval_s=(min(best_s), max(best_s)),
+        margin=others[0].step_s / best.step_s - 1 if others else 0.0,
+        ties=tuple(row for row in others if _may_be_faster(question, row, best_s)),
+    )
+
+
+def _are_one(row: Row, other: Row) -> bool:
+    """Over all ranks and in one ring, a partition group is plain FSDP."""
+    return replace(row.variant, plain=False) == replace(other.variant, plain=False)
+
+
+def _variants(question: Question, layout: Layout, *, plain: bool = False) -> Iterator[Variant]:
+    each = question.sequences_of_a_rank
+    micro_batches = question.micro_batches or tuple(divisors(each))
+    if wrong := [size for size in micro_batches if each % size]:
+        raise PlanError(
+            f"{wrong[0]} sequences in a micro-step do not divide the {each} that a rank has in a "
+            f"step; choose from {divisors(each)}"
+        )
+    spans = layout.nodes_per_partition_group > 1 and layout.shards_per_node > 1 and not plain
+    has_replicas = layout.num_replicas > 1
+    for micro_batch, checkpointing, hierarchical, node_local, cut in product(
+        micro_batches,
+        question.checkpointings,
+        question.hierarchies if spans else (False,),
+        question.node_local_backwards if spans else (False,),
+        question.optimizers_over_replicas if has_replicas else (False,),
+    ):
+        if node_local and not hierarchical:
+            continue
+        yield Variant(
+            partition_size=layout.partition_size,
+            micro_batch=micro_batch,
+            checkpointing=checkpointing,
+            hierarchical=hierarchical,
+            node_local_backward=node_local,
+            optimizer_over_replicas=cut,
+            plain=plain,
+        )
+
+
+def _best(
+    question: Question, shape: ModelShape, layout: Layout, variants: Sequence[Variant]
+) -> Row:
+    """The fastest that fits; where none does, the one that holds least."""
+    held = [(variant, _memory(question, shape, layout, variant)) for variant in variants]
+    fitting = [each for each in held if each[1].total <= question.cluster.memory_bytes]
+    if not fitting:
+        fitting = [min(held, key=lambda each: each[1].total)]
+    rows = [_row(question, shape, layout, variant, memory) for variant, memory in fitting]
+    return min(rows, key=lambda row: row.step_s)
+
+
+def _units(question: Question, layout: Layout, variant: Variant) -> tuple[Unit, ...]:
+    policy = replace(
+        question.policy,
+        node_local_backward=variant.node_local_backward,
+        update_itemsize=question.param_itemsize if variant.optimizer_over_replicas else None,
+    )
+    return traffic_units(question.model, layout, policy)
+
+
+def _work(question: Question, shape: ModelShape, layout: Layout, variant: Variant) -> Work:
+    world = layout.topology.world_size
+    return Work(
+        shape=shape,
+        seq_len=question.seq_len,
+        micro_batch=variant.micro_batch,
+        checkpointing=variant.checkpointing,
+        num_states_shards=world if variant.optimizer_over_replicas else None,
+    )
+
+
+def _memory(question: Question, shape: ModelShape, layout: Layout, variant: Variant) -> Memory:
+    holding = Holding(
+        param_itemsize=question.param_itemsize,
+        num_loss_chunks=question.num_loss_chunks,
+        num_micro_steps=question.sequences_of_a_rank // variant.micro_batch,
+        hierarchical=variant.hierarchical,
+    )
+    work = _work(question, shape, layout, variant)
+    return peak_memory(_units(question, layout, variant), work, holding)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A variant as the cost model takes it; its cluster may vary."""
+
+    units: tuple[Unit, ...]
+    traffic: Traffic
+    work: Work
+    overlap: Overlap
+
+    def on(self, cluster: Cluster) -> StepTime:
+        return step_time(self.units, self.traffic, self.work, cluster, self.overlap)
+
+
+def _step(question: Question, shape: ModelShape, layout: Layout, variant: Variant) -> _Step:
+    units = _units(question, layout, variant)
+    options = Options(
+        num_micro_steps=question.sequences_of_a_rank // variant.micro_batch,
+        hierarchical=variant.hierarchical,
+        two_hop=layout.num_replicas > 1,
+        bucket_size_bytes=question.bucket_size_bytes,
+    )
+    work = _work(question, shape, layout, variant)
+    return _Step(units, step_traffic(units, options), work, question.overlap)
+
+
+def _row(
+    question: Question, shape: ModelShape, layout: Layout, variant: Variant, memory: Memory
+) -> Row:
+    cluster = question.cluster
+    step = _step(question, shape, layout, variant)
+    time = step.on(cluster)
+    tokens_per_s = question.global_batch * question.seq_len / time.step_s
+    flops_per_s = layout.topology.world_size * cluster.peak_flops_per_s / tokens_per_s
+    return Row(
+        variant=variant,
+        num_micro_steps=step.traffic.num_micro_steps,
+        memory=memory,
+        time=time,
+        inter_node_bytes=step.traffic.inter_node_bytes,
+        tokens_per_s=tokens_per_s,
+        mfu=shape.model_flops(question.seq_len) / flops_per_s,
+        hfu=shape.hardware_flops(question.seq_len, variant.checkpointing) / flops_per_s,
+        fits=memory.total <= cluster.memory_bytes,
+    )
+
+
+def corners(cluster: Cluster) -> list[Cluster]:
+    """The cluster with its parts as slow and as fast as their origins leave open (U1)."""
+    parts = [
+        UNCERTAINTY[o] for o in (cluster.origin, cluster.inside.origin, cluster.between.origin)
+    ]
+    return [
+        cluster.scaled(compute=compute, inside=inside, between=between)
+        for compute, inside, between in product(*((1 - part, 1 / (1 - part)) for part in parts))
+    ]
+
+
+def corner_steps_s(question: Question, variant: Variant) -> list[float]:
+    """Seconds of a variant's step in every corner of its cluster, in the order of `corners`."""
+    layout = Layout(topology=question.topology, partition_size=variant.partition_size)
+    step = _step(question, shape_of(question.model), layout, variant)
+    return [step.on(at).step_s for at in corners(question.cluster)]
+
+
+def _may_be_faster(question: Question, row: Row, best_s: Sequence[float]) -> bool:
+    """Whether some corner leaves `row` at most RESOLUTION behind the best: nothing decides (U2)."""
+    theirs = corner_steps_s(question, row.variant)
+    return any(its <= ours * (1 + RESOLUTION) for its, ours in zip(theirs, best_s, strict=True))
+
+
+def _why_nothing_fits(question: Question, rows: Sequence[Row]) -> str:
+    least = min(rows, key=lambda row: row.memory.total)
+    memory, of_gpu = least.memory, question.cluster.memory_bytes
+    variant = least.variant
+    states = memory.parameters + memory.gradients + memory.states
+    if states > memory.activations + memory.gathered:
+        help_ = "more nodes, so that a partition group can be larger"
+    else:
+        help_ = "full activation checkpointing, a smaller micro-batch or shorter sequences"
+    return (
+        f"{question.model.model} {question.model.flavor} does not fit {question.num_nodes} nodes "
+        f"of {question.cluster.name} in any partition: the least is {memory.total / 1e9:.1f} GB of "
+        f"{of_gpu / 1e9:.1f} GB a GPU, {(memory.total - of_gpu) / 1e9:.1f} GB too much "
+        f"(partition_size {variant.partition_size}, micro-batch {variant.micro_batch}, "
+        f"checkpointing {variant.checkpointing}); {help_} would help"
+    )

@@ -1,0 +1,147 @@
+"""The sizes of a dense transformer, and what one token costs in FLOPs and in bytes moved. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mics_dtensor.errors import PlanError
+from mics_dtensor.plan.presets import Preset, UnitShapes
+
+Checkpointing = Literal["none", "op", "2", "full", "early"]
+"""What is computed again: nothing, by operator (torchtitan), every second block, every block.
+
+"early" is every block with torch's early stop, which leaves out the last product, w2; torchtitan
+0.3 does not stop early.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A dense transformer. Widths in elements; `tied`: one table for embeddings and head."""
+
+    num_layers: int
+    hidden: int
+    attention_width: int
+    key_value_width: int
+    ffn: int
+    vocab: int
+    head_dim: int = 128
+    gated: bool = True
+    tied: bool = False
+
+    @property
+    def product_params(self) -> int:
+        """Elements of a block that take part in matrix products."""
+        qkv = self.hidden * (self.attention_width + 2 * self.key_value_width)
+        return qkv + self.attention_width * self.hidden + self.ffn_products * self.hidden * self.ffn
+
+    @property
+    def ffn_products(self) -> int:
+        """Matrices of the feed-forward: three where it is gated."""
+        return 3 if self.gated else 2
+
+    def block_flops(self, seq_len: int) -> float:
+        """FLOPs of a block's forward for one token; attention in full, as Megatron counts (F1)."""
+        return 2.0 * self.product_params + 4.0 * seq_len * self.attention_width
+
+    @property
+    def head_flops(self) -> float:
+        """FLOPs of the head's forward for one token (F2)."""
+        return 2.0 * self.hidden * self.vocab
+
+    def model_flops(self, seq_len: int) -> float:
+        """FLOPs of forward and backward for one token: what MFU counts (F3)."""
+        return 3.0 * (self.num_layers * self.block_flops(seq_len) + self.head_flops)
+
+    def hardware_flops(self, seq_len: int, checkpointing: Checkpointing) -> float:
+        """The same with what is computed again: what HFU counts (F4)."""
+        again = self.num_layers * self.recomputed_flops(seq_len, checkpointing)
+        return self.model_flops(seq_len) + again
+
+    def recomputed_flops(self, seq_len: int, checkpointing: Checkpointing) -> float:
+        """FLOPs of a block's second forward for one token, mean over the blocks (F5).
+
+        By operator torchtitan computes every second product again: wo and one of the feed-forward.
+        """
+        match checkpointing:
+            case "none":
+                return 0.0
+            case "op":
+                return 2.0 * self.hidden * (self.attention_width + self.ffn)
+            case "2":
+                return self.block_flops(seq_len) * (self.num_layers // 2) / self.num_layers
+            case "full":
+                return self.block_flops(seq_len)
+            case "early":
+                return self.block_flops(seq_len) - 2.0 * self.ffn * self.hidden
+
+    @property
+    def block_bytes(self) -> float:
+        """Bytes that a block's forward moves for one token outside of products, in bf16 (F6).
+
+        Two norms (read, write), two residual sums (two in, one out), the rotation of queries and
+        keys (read, write), and the activation: gated silu (2) and product (3), else gelu (2).
+        """
+        rotated = self.attention_width + self.key_value_width
+        activated = (5 if self.gated else 2) * self.ffn
+        return 2.0 * (4 * self.hidden + 6 * self.hidden + 2 * rotated + activated)
+
+    @property
+    def head_bytes(self) -> float:
+        """Bytes that the loss moves for one token, forward and backward (F7).
+
+        Logits are written in bf16, read and cast to fp32, read twice for the softmax; its gradient
+        is written in fp32 and cast back.
+        """
+        return self.vocab * (2.0 + (2 + 4) + 2 * 4 + 4 + (4 + 2))
+
+
+def shape_of(preset: Preset) -> ModelShape:
+    """The sizes behind a preset's parameters. Raises PlanError for what is not dense."""
+    blocks = [unit for unit in preset.units if unit.name == "layers.*"]
+    if len(blocks) != 1 or preset.num_heads is None:
+        raise PlanError(
+            f"memory and time are planned for the dense blocks of llama3, not yet for "
+            f"{preset.model} {preset.flavor} (`mics explain` tells its messages)"
+        )
+    shapes = {name.removesuffix(".weight"): shape for name, shape in blocks[0].parameters}
+    width = shapes["attention.wo"][1]
+    tables = dict(each for unit in preset.units for each in unit.parameters)
+    return ModelShape(
+        num_layers=blocks[0].count,
+        hidden=shapes["attention.wo"][0],
+        attention_width=width,
+        key_value_width=(shapes["attention.qkv_linear.wqkv"][0] - width) // 2,
+        ffn=shapes["feed_forward.w1"][0],
+        vocab=tables["tok_embeddings.weight"][0],
+        head_dim=width // preset.num_heads,
+        tied="lm_head.weight" not in tables,
+    )
+
+
+def preset_of(shape: ModelShape, *, name: str) -> Preset:
+    """FSDP units of a shape that no preset holds, one a block, tied table in the root."""
+    hidden = shape.hidden
+    qkv = shape.attention_width + 2 * shape.key_value_width
+    block = [
+        ("attention.qkv_linear.wqkv.weight", (qkv, hidden)),
+        ("attention.wo.weight", (hidden, shape.attention_width)),
+        ("feed_forward.w1.weight", (shape.ffn, hidden)),
+        ("feed_forward.w2.weight", (hidden, shape.ffn)),
+        ("attention_norm.weight", (hidden,)),
+        ("ffn_norm.weight", (hidden,)),
+    ]
+    if shape.gated:
+        block.append(("feed_forward.w3.weight", (shape.ffn, hidden)))
+    table = ("tok_embeddings.weight", (shape.vocab, hidden))
+    norm, head = ("norm.weight", (hidden,)), ("lm_head.weight", (shape.vocab, hidden))
+    blocks = UnitShapes("layers.*", shape.num_layers, tuple(block))
+    units: tuple[UnitShapes, ...]
+    if shape.tied:
+        units = (UnitShapes("tok_embeddings, norm, lm_head", 1, (table, norm)), blocks)
+    else:
+        first = UnitShapes("tok_embeddings", 1, (table,))
+        units = (first, blocks, UnitShapes("norm, lm_head", 1, (norm, head)))
+    num_heads = shape.attention_width // shape.head_dim
+    return Preset(model=name, flavor="", units=units, num_heads=num_heads)

@@ -1,0 +1,262 @@
+"""Seconds of an optimizer step by term. Pure; the equations are in docs/cost_model.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mics_dtensor.errors import PlanError
+from mics_dtensor.layout import GroupShape
+from mics_dtensor.plan.cluster import Cluster
+from mics_dtensor.plan.cost import stage_s
+from mics_dtensor.plan.shape import Checkpointing, ModelShape
+from mics_dtensor.plan.stage import Stage
+from mics_dtensor.plan.traffic import Traffic, Unit
+
+ADAMW_PASSES = 8
+"""fp32 numbers a parameter moves: AdamW reads p, g, m, v and writes p, m, v; the norm reads g."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """Which messages run beside products, and how much slower those are meanwhile."""
+
+    gather: bool
+    reduce: bool
+    boundary: bool = False
+    update: bool = False
+    slowdown: float = 0.0
+
+
+PROFILES: Mapping[str, Overlap] = {
+    "fsdp2": Overlap(gather=True, reduce=True),
+    "deepspeed": Overlap(gather=True, reduce=False),
+    "none": Overlap(gather=False, reduce=False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is trained in a step: `micro_batch` sequences of `seq_len` tokens a rank and micro-step.
+
+    `num_states_shards` is over how many ranks the optimizer states of a parameter are cut, where
+    those are more than its shards: then the updated slices are gathered after the step.
+    """
+
+    shape: ModelShape
+    seq_len: int
+    micro_batch: int
+    checkpointing: Checkpointing
+    num_states_shards: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a rank in a micro-step."""
+        return self.seq_len * self.micro_batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of an optimizer step; their sum is the step."""
+
+    compute_s: float
+    exposed_gather_s: float
+    exposed_reduce_s: float
+    boundary_s: float
+    update_s: float
+    optimizer_s: float
+
+    @property
+    def step_s(self) -> float:
+        """All terms."""
+        gathers = self.exposed_gather_s + self.exposed_reduce_s
+        return self.compute_s + gathers + self.boundary_s + self.update_s + self.optimizer_s
+
+
+def step_time(
+    units: Sequence[Unit], traffic: Traffic, work: Work, cluster: Cluster, overlap: Overlap
+) -> StepTime:
+    """The terms of a step (T1). `traffic` is that of `units`, which are in forward order."""
+    pieces = _pieces(units, traffic, work, cluster)
+    steps = traffic.num_micro_steps
+    forward_s, backward_s = exposed_s(pieces, overlap)
+    compute_s = sum(piece.count * (piece.forward_s + piece.backward_s) for piece in pieces)
+    compute_s += overlap.slowdown * _hidden_s(pieces, forward_s + backward_s)
+    boundary_s = sum(stage_s(stage, cluster) for stage in hop_stages(traffic))
+    update_s = 0.0
+    if work.num_states_shards is not None:
+        stages = update_stages(units, work.num_states_shards)
+        update_s = sum(stage_s(stage, cluster) for stage in stages)
+        whole = units[0].shard.size * units[0].replicate.size
+        if work.num_states_shards == whole:
+            boundary_s /= 2  # a reduce-scatter: the other half of the all-reduce is the update
+    last_backward_s = sum(piece.count * piece.backward_s for piece in pieces)
+    if overlap.boundary:
+        boundary_s = max(0.0, boundary_s - last_backward_s)
+    if overlap.update:
+        update_s = max(0.0, update_s - sum(piece.count * piece.forward_s for piece in pieces))
+    return StepTime(
+        compute_s=steps * compute_s,
+        exposed_gather_s=steps * (forward_s.gather_s + backward_s.gather_s),
+        exposed_reduce_s=steps * (forward_s.reduce_s + backward_s.reduce_s),
+        boundary_s=boundary_s,
+        update_s=update_s,
+        optimizer_s=optimizer_s(units, work, cluster),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """`count` like units in a micro-step: their products, and their messages."""
+
+    count: int
+    forward_s: float
+    backward_s: float
+    gather_s: float
+    gather_again_s: float
+    reduce_s: float
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """Seconds that products wait for messages."""
+
+    gather_s: float
+    reduce_s: float
+
+    def __add__(self, other: Exposed) -> Exposed:
+        return Exposed(self.gather_s + other.gather_s, self.reduce_s + other.reduce_s)
+
+
+def _pieces(units: Sequence[Unit], traffic: Traffic, work: Work, cluster: Cluster) -> list[Piece]:
+    by_unit: dict[str, list[Stage]] = {}
+    for stage in traffic.stages:
+        by_unit.setdefault(stage.unit, []).append(stage)
+    pieces = []
+    for unit in units:
+        each = unit.count * traffic.num_micro_steps
+        seconds = {s.name: stage_s(s, cluster) / each for s in by_unit.get(unit.name, ())}
+        whole = sum(s for name, s in seconds.items() if name in GATHERS)
+        first = whole if unit.regather is not None else whole / unit.gathers
+        forward_s, backward_s = unit_compute_s(unit, work, cluster)
+        pieces.append(
+            Piece(
+                count=unit.count,
+                forward_s=forward_s,
+                backward_s=backward_s,
+                gather_s=first,
+                gather_again_s=whole - first + seconds.get("gather again", 0.0),
+                reduce_s=sum(s for name, s in seconds.items() if name in REDUCES),
+            )
+        )
+    return pieces
+
+
+GATHERS = ("gather", "gather between nodes", "gather within the node")
+REDUCES = ("reduce", "reduce within the node", "reduce between nodes")
+
+
+def hop_stages(traffic: Traffic) -> list[Stage]:
+    """The second hop: what crosses the replicas."""
+    return [stage for stage in traffic.stages if stage.name in ("boundary", "agreement")]
+
+
+def unit_compute_s(unit: Unit, work: Work, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of one unit's forward and backward in a micro-step, without messages (T2)."""
+    shape, tokens = work.shape, work.tokens
+    flops_per_s = cluster.peak_flops_per_s * cluster.share_of_products(shape.hidden)
+    bytes_per_s = cluster.memory_bytes_per_s
+    forward_s = backward_s = 0.0
+    if unit.name.startswith("layers"):
+        forward_s = shape.block_flops(work.seq_len) / flops_per_s
+        forward_s += shape.block_bytes / bytes_per_s
+        again = shape.recomputed_flops(work.seq_len, work.checkpointing)
+        moved = {"none": 0.0, "2": 0.5}.get(work.checkpointing, 1.0) * shape.block_bytes
+        backward_s = 2 * forward_s + again / flops_per_s + moved / bytes_per_s
+    if "lm_head" in unit.name:
+        head_s = shape.head_flops / flops_per_s
+        forward_s += head_s + shape.head_bytes / 3 / bytes_per_s
+        backward_s += 2 * (head_s + shape.head_bytes / 3 / bytes_per_s)
+    return tokens * forward_s, tokens * backward_s
+
+
+def exposed_s(pieces: Sequence[Piece], overlap: Overlap) -> tuple[Exposed, Exposed]:
+    """Messages of a micro-step that nothing hides, in the forward and in the backward (T3).
+
+    FSDP2 gathers one unit ahead. In the backward the gather of the next unit and the reduction of
+    the one before share the link while a unit computes. The first gather and the last reduction
+    have nothing beside them.
+    """
+    forward = [piece for piece in pieces for _ in range(min(piece.count, 3))]
+    weights = [_weight(piece, i) for piece in pieces for i in range(min(piece.count, 3))]
+    ahead_s = Exposed(0.0, 0.0)
+    for place, (piece, weight) in enumerate(zip(forward, weights, strict=True)):
+        beside_s = forward[place - 1].forward_s if place and overlap.gather else 0.0
+        ahead_s += Exposed(weight * max(0.0, piece.gather_s - beside_s), 0.0)
+    back_s = Exposed(0.0, 0.0)
+    last = len(forward) - 1
+    for place, (piece, weight) in enumerate(zip(forward, weights, strict=True)):
+        gather_s = forward[place - 1].gather_again_s if place else 0.0
+        reduce_s = forward[place + 1].reduce_s if place < last else 0.0
+        back_s += _beside(gather_s, reduce_s, piece.backward_s, weight, overlap)
+    return ahead_s, back_s + Exposed(forward[last].gather_again_s, forward[0].reduce_s)
+
+
+def _weight(piece: Piece, place: int) -> int:
+    """Three of like units stand for all: the first, the last, and those between."""
+    return piece.count - 2 if piece.count > 3 and place == 1 else 1
+
+
+def _beside(
+    gather_s: float, reduce_s: float, compute_s: float, weight: int, overlap: Overlap
+) -> Exposed:
+    hidden = gather_s * overlap.gather + reduce_s * overlap.reduce
+    left = max(0.0, hidden - compute_s) / hidden if hidden else 0.0
+    gather_s *= left if overlap.gather else 1.0
+    reduce_s *= left if overlap.reduce else 1.0
+    return Exposed(weight * gather_s, weight * reduce_s)
+
+
+def _hidden_s(pieces: Sequence[Piece], exposed: Exposed) -> float:
+    sent_s = sum(p.count * (p.gather_s + p.gather_again_s + p.reduce_s) for p in pieces)
+    return max(0.0, sent_s - exposed.gather_s - exposed.reduce_s)
+
+
+def optimizer_s(units: Sequence[Unit], work: Work, cluster: Cluster) -> float:
+    """Seconds of AdamW over the states of a rank, bound by its memory (T4)."""
+    numel = sum(unit.count * unit.shard_numel() for unit in units)
+    if work.num_states_shards is not None:
+        numel = numel * units[0].shard.size // work.num_states_shards
+    return numel * 4 * ADAMW_PASSES / cluster.memory_bytes_per_s
+
+
+def update_stages(units: Sequence[Unit], num_states_shards: int) -> list[Stage]:
+    """The updated slices of every shard, gathered over the ranks that share its states (T5)."""
+    stages = []
+    for unit in units:
+        peers, rest = divmod(num_states_shards, unit.shard.size)
+        if rest or not peers or unit.replicate.size % peers:
+            raise PlanError(
+                f"states cut over {num_states_shards} ranks do not fit {unit.shard.size} shards in "
+                f"{unit.replicate.size} replicas; give a multiple of the former, at most the world"
+            )
+        inside = min(peers, unit.replicate.ranks_per_node)
+        others = unit.replicate.size // peers * unit.replicate.num_groups
+        group = GroupShape(peers // inside, inside, others)
+        total = (peers - 1) * unit.gather_itemsize * unit.shard_numel() // peers
+        total *= unit.count * others
+        between = group.num_nodes if group.num_nodes > 1 else 0
+        inside_edges = (peers if peers > 1 else 0) - between
+        stages.append(
+            Stage(
+                unit=unit.name,
+                name="update",
+                collective="all_gather",
+                group=group,
+                calls=unit.count,
+                inter_node_bytes=between * total,
+                intra_node_bytes=inside_edges * total,
+                every_micro_step=False,
+            )
+        )
+    return stages

@@ -1,0 +1,95 @@
+"""The planner's question from a run's configuration. Pure: no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from mics_dtensor.errors import PlanError
+from mics_dtensor.plan.cluster import Cluster
+from mics_dtensor.plan.presets import preset
+from mics_dtensor.plan.presets.units import Policy
+from mics_dtensor.plan.search import Question
+from mics_dtensor.plan.shape import Checkpointing
+from mics_dtensor.plan.step import PROFILES
+from mics_dtensor.train.config import RunConfig
+from mics_dtensor.train.degrees import num_loss_chunks
+
+ITEMSIZE = {"bfloat16": 2, "float32": 4}
+DEGREES = (
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+    "context_parallel_degree",
+    "expert_parallel_degree",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Freedom:
+    """What the planner may change in a run beside its partition size."""
+
+    variants: bool = True
+    """Micro-batch, checkpointing, hierarchy; else they are as the file says."""
+    optimizer_over_replicas: bool = False
+
+
+def question(
+    config: RunConfig, cluster: Cluster, num_nodes: int, freedom: Freedom | None = None
+) -> Question:
+    """What `config` asks of the planner. Raises PlanError for what is not planned yet."""
+    freedom = freedom or Freedom()
+    for name in DEGREES:
+        if (degree := getattr(config.parallelism, name)) > 1:
+            raise PlanError(
+                f"parallelism.{name} = {degree}: runs with more than data parallelism are not "
+                "planned yet; `mics explain` tells their messages"
+            )
+    if config.optimizer.name not in ("Adam", "AdamW"):
+        raise PlanError(f"optimizer {config.optimizer.name} is not planned yet, only AdamW is")
+    model = preset(config.model.name, config.model.flavor)
+    if config.model.n_layers is not None:
+        model = model.with_layers(config.model.n_layers)
+    training, mics = config.training, config.mics
+    world = num_nodes * cluster.ranks_per_node
+    batch = training.global_batch_size
+    if batch < 1:
+        batch = training.local_batch_size * world
+    reduce = training.mixed_precision_reduce
+    return Question(
+        model=model,
+        cluster=cluster,
+        num_nodes=num_nodes,
+        seq_len=training.seq_len,
+        global_batch=batch,
+        policy=Policy(
+            gather_itemsize=ITEMSIZE[training.mixed_precision_param],
+            reduce_itemsize=ITEMSIZE[reduce],
+            hop_itemsize=ITEMSIZE[mics.second_hop_dtype or reduce],
+            reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+            chunked_loss=num_loss_chunks(config) > 1,
+        ),
+        overlap=PROFILES["fsdp2"],
+        micro_batches=() if freedom.variants else (training.local_batch_size,),
+        checkpointings=("none", "op", "full") if freedom.variants else (_checkpointing(config),),
+        hierarchies=(True, False) if freedom.variants else (mics.hierarchical,),
+        node_local_backwards=((False, True) if freedom.variants else (mics.node_local_backward,)),
+        optimizers_over_replicas=(
+            (False, True) if freedom.optimizer_over_replicas else (mics.optimizer_over_replicas,)
+        ),
+        param_itemsize=ITEMSIZE[training.dtype],
+        num_loss_chunks=num_loss_chunks(config),
+        bucket_size_bytes=mics.bucket_size_bytes,
+    )
+
+
+def _checkpointing(config: RunConfig) -> Checkpointing:
+    chosen = config.activation_checkpoint
+    if chosen.mode == "selective" and chosen.selective_ac_option in ("op", "2"):
+        return cast("Checkpointing", chosen.selective_ac_option)
+    if chosen.mode in ("none", "full"):
+        return cast("Checkpointing", chosen.mode)
+    raise PlanError(
+        f'activation_checkpoint.mode = "{chosen.mode}" with selective_ac_option = '
+        f'"{chosen.selective_ac_option}" is not planned yet; there are none, full, and selective '
+        'with "op" or "2"'
+    )

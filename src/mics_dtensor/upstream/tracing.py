@@ -1,0 +1,23 @@
+"""torch's fake tensors and its memory tracker: both live in private modules."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Tensors without storage, in which a step of any size runs; meta tensors may enter."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def memory_tracker(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """The FSDPMemTracker of torch, a context: it books every live storage under a kind."""
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    return FSDPMemTracker(model, optimizer)
