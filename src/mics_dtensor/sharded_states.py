@@ -65,15 +65,13 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
         _refuse_class(optimizer_cls, elementwise)
         self.skip_nonfinite, self.skipped = skip_nonfinite, False
         parts = [model] if isinstance(model, nn.Module) else list(model)
-        units, stages = units_of(parts), hop_stages_of(parts)
+        self._parts, units = parts, units_of(parts)
         groups = _groups(units, param_groups)
         chosen = {id(parameter) for group in groups for parameter in group["params"]}
         if master_weights not in ("fp32", "sharded"):
             raise ConfigError(f'master_weights is {master_weights!r}; give "fp32" or "sharded"')
         has_masters = master_weights == "sharded"
-        found = [
-            UnitSlots.of(unit, chosen, has_masters=has_masters, stages=stages) for unit in units
-        ]
+        found = [UnitSlots.of(unit, chosen, has_masters=has_masters) for unit in units]
         self._units = [its for its in found if its is not None]
         self._slots = {
             slot.parameter: slot
@@ -119,10 +117,9 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
         if not self.skipped:
             for slot in self._slots.values():
                 slot.write_back()
+            stages = hop_stages_of(self._parts)
             for unit in self._units:
-                unit.gather()
-            for slot in self._slots.values():
-                slot.remember()
+                unit.gather(stages)
         return loss
 
     @property  # type: ignore[override]

@@ -22,7 +22,6 @@ from mics_dtensor.upstream import (
     is_replaced,
     local_of,
     place_of_shard,
-    version_of,
 )
 
 
@@ -37,32 +36,26 @@ class Slot:
     parameter: nn.Parameter
     tensor: torch.Tensor
     has_master: bool
-    seen: tuple[int, int] = (0, 0)  # address and version of the shard
+    address: int = 0  # of the shard
 
     @classmethod
     def of(cls, its: Slice, *, has_master: bool) -> Slot:
         """With the shard as it stands."""
         view = its.of(flat_shard(its.param))
         tensor = view.float().clone() if has_master else view
-        slot = cls(its, its.param.parameter, tensor, has_master)
-        slot.remember()
-        return slot
+        return cls(its, its.param.parameter, tensor, has_master, view.data_ptr())
 
     @property
     def shard(self) -> torch.Tensor:
         """The whole shard of this rank, 1-D."""
         return flat_shard(self.slice.param)
 
-    def remember(self) -> None:
-        """The shard is what the last step left."""
-        shard = self.shard
-        self.seen = (shard.data_ptr(), version_of(shard))
-
     def follow(self) -> None:
         """To where the shard lies by now. Raises ConfigError if it is another parameter's.
 
         A master stays where the shard is still what it rounds to, and is taken anew elsewhere:
-        somebody has loaded or written weights.
+        somebody has loaded or written weights. Compared each time, since what DTensor and DCP write
+        leaves no trace in the version of the shard.
         """
         if is_replaced(self.slice.param, self.parameter):
             raise ConfigError(
@@ -70,15 +63,12 @@ class Slot:
                 "made (load_state_dict(assign=True)?), and would not be trained: load in place, or "
                 "make the optimizer anew"
             )
-        shard = self.shard
-        if (shard.data_ptr(), version_of(shard)) == self.seen:
-            return
-        view = self.slice.of(shard)
+        view = self.slice.of(self.shard)
         if self.has_master:
             kept = self.tensor.to(view.dtype) == view
             self.tensor.copy_(torch.where(kept, self.tensor, view.float()))
-        else:
-            self.tensor.data = view
+        elif view.data_ptr() != self.address or view.dtype != self.tensor.dtype:
+            self.tensor.data, self.address = view, view.data_ptr()
 
     def refuse_wide_shard(self) -> None:
         """A master beside a shard as wide would only cost memory."""
@@ -147,12 +137,9 @@ class UnitSlots:
 
     unit: Unit
     slots: list[Slot]
-    stages: Stages | None = None  # of the replication group, where nodes hold several replicas
 
     @classmethod
-    def of(
-        cls, unit: Unit, chosen: set[int], *, has_masters: bool, stages: Mapping[Ranks, Stages]
-    ) -> UnitSlots | None:
+    def of(cls, unit: Unit, chosen: set[int], *, has_masters: bool) -> UnitSlots | None:
         """None if no parameter is among the `chosen`. Raises ConfigError if it is sliced."""
         if not any(id(param.parameter) in chosen for param in unit.params):
             return None
@@ -163,13 +150,17 @@ class UnitSlots:
                     "parameters of a unit to one, or delete the other first"
                 )
         slices = slices_of_unit(unit, torch.float32 if has_masters else None)
-        slots = [Slot.of(its, has_master=has_masters) for its in slices]
-        return cls(unit, slots, stages.get(ranks_of(unit.replicate_group)))
+        return cls(unit, [Slot.of(its, has_master=has_masters) for its in slices])
 
-    def gather(self) -> None:
-        """The slices of the other replicas. Collective over the replication group."""
+    def gather(self, stages: Mapping[Ranks, Stages]) -> None:
+        """The slices of the other replicas. Collective over the replication group.
+
+        `stages` are those of the replication groups with several ranks in a node, by their ranks.
+        """
         if self.unit.num_replicas == 1 or self.unit.replicate_group is None:
             return
         slices = [slot.slice for slot in self.slots]
         with stage("gather of updated slices", self.unit.name, self.unit.replicate_group) as group:
-            gather_slices(slices, group=group, device=self.unit.device, stages=self.stages)
+            gather_slices(
+                slices, group=group, device=self.unit.device, stages=stages.get(ranks_of(group))
+            )

@@ -68,8 +68,9 @@ def test_a_master_follows_weights_that_somebody_writes_and_keeps_its_bits_elsewh
     train(model, optimizer, 3)
     masters = {p: s["master"].flat.clone() for p, s in optimizer.state.items()}
     bias = model.head.bias
-    with torch.no_grad():
-        local_of(bias).fill_(3.0)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["head.bias"] = torch.full_like(state["head.bias"], 3.0)
+    model.load_state_dict(state)
     optimizer.step()  # without gradients
     for parameter, states in optimizer.state.items():
         now = states["master"].flat

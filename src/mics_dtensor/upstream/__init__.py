@@ -31,7 +31,6 @@ from mics_dtensor.upstream.storage import (
     mesh_of_parameter,
     place_of_shard,
     run_load_hooks,
-    version_of,
 )
 from mics_dtensor.upstream.units import ShardedParameter, Unit, local_of, units_of
 
@@ -64,6 +63,5 @@ __all__ = [
     "set_timeout",
     "timeout_of",
     "units_of",
-    "version_of",
     "whole_units",
 ]

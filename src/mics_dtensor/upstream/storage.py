@@ -24,11 +24,6 @@ def is_replaced(param: ShardedParameter, parameter: nn.Parameter) -> bool:
     return param.fsdp.sharded_param is not parameter
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Grows with every write to the storage, through whichever view."""
-    return tensor._version
-
-
 def mesh_of_parameter(param: ShardedParameter) -> DeviceMesh:
     """The mesh of the parameter's placements: (replicate, shard), with tensor parallel one more."""
     mesh: DeviceMesh = param.fsdp._sharding_spec.mesh
