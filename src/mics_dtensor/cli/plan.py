@@ -6,11 +6,15 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from mics_dtensor.cli.plot import plot_answer, plot_scaling
+from mics_dtensor.cli.write import chosen_values, write_choice
 from mics_dtensor.errors import PlanError
 from mics_dtensor.plan.cluster import cluster
 from mics_dtensor.plan.report import as_json, render
-from mics_dtensor.plan.search import answer
+from mics_dtensor.plan.scaling import parse_nodes, render_scaling, scaling, scaling_json
+from mics_dtensor.plan.search import Question, answer
 from mics_dtensor.train.load import load
 from mics_dtensor.train.planning import Freedom, question
 
@@ -37,6 +41,11 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also where optimizer states are cut over the replicas (not offered yet)",
     )
+    its.add_argument(
+        "--scale", metavar="1,2,4,...,64", help="weak scaling over these numbers of nodes instead"
+    )
+    its.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it too")
+    its.add_argument("--write", action="store_true", help="put what is recommended into the file")
     its.add_argument("--json", action="store_true", help="everything, for programs")
     return its
 
@@ -55,11 +64,40 @@ def run(argv: Sequence[str]) -> str:
                 f"{its.ranks_per_node}; give 1 to {its.ranks_per_node}"
             )
         its = replace(its, ranks_per_node=options.ranks_per_node)
+    if config.mics.ranks_per_node not in (None, its.ranks_per_node):
+        raise PlanError(
+            f"mics.ranks_per_node = {config.mics.ranks_per_node} contradicts {its.name}, which has "
+            f"{its.ranks_per_node} ranks on a node; give --ranks-per-node, or delete the line"
+        )
     freedom = Freedom(
         variants=not options.as_written, optimizer_over_replicas=options.optimizer_over_replicas
     )
     asked = question(config, its, options.nodes, freedom)
+    if options.scale is not None:
+        return _scaled(asked, options)
+    return _answered(asked, options)
+
+
+def _scaled(asked: Question, options: argparse.Namespace) -> str:
+    if options.write:
+        raise PlanError("--scale compares many clusters; ask for one of them to --write its answer")
+    curves = scaling(asked, parse_nodes(options.scale))
+    if options.plot is not None:
+        plot_scaling(curves, options.plot)
+    if options.json:
+        return json.dumps(scaling_json(curves), indent=2)
+    return render_scaling(curves)
+
+
+def _answered(asked: Question, options: argparse.Namespace) -> str:
     found = answer(asked)
+    if options.plot is not None:
+        plot_answer(found, options.plot)
+    written = []
+    if options.write:
+        values = chosen_values(asked, found.best.variant)
+        own = load(["--config-file", options.config_file]).config  # without the command line
+        written = write_choice(Path(options.config_file), own, values)
     if options.json:
         return json.dumps(as_json(asked, found), indent=2)
-    return render(asked, found)
+    return "\n".join([render(asked, found), *written])
