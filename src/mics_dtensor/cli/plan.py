@@ -11,7 +11,7 @@ from pathlib import Path
 from mics_dtensor.cli.plot import plot_answer, plot_scaling
 from mics_dtensor.cli.write import chosen_values, write_choice
 from mics_dtensor.errors import PlanError
-from mics_dtensor.plan.cluster import cluster
+from mics_dtensor.plan.cluster import cluster, presets
 from mics_dtensor.plan.report import as_json, render
 from mics_dtensor.plan.scaling import parse_nodes, render_scaling, scaling, scaling_json
 from mics_dtensor.plan.search import Question, answer
@@ -30,7 +30,9 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     its.add_argument("--config-file", required=True, help="TOML file of a run")
-    its.add_argument("--cluster", required=True, help="a preset, or a file ending in .toml")
+    its.add_argument(
+        "--cluster", help="a preset, or a file ending in .toml; not given, [mics] cluster"
+    )
     its.add_argument("--nodes", type=int, required=True, help="nodes of the cluster to use")
     its.add_argument("--ranks-per-node", type=int, help="GPUs of a node to use")
     its.add_argument(
@@ -56,7 +58,13 @@ def run(argv: Sequence[str]) -> str:
     config = load(["--config-file", options.config_file, *overrides]).config
     if options.nodes < 1:
         raise PlanError(f"--nodes {options.nodes}; give 1 or more")
-    its = cluster(options.cluster)
+    named = options.cluster or config.mics.cluster
+    if named is None:
+        raise PlanError(
+            f"which cluster? give --cluster, or [mics] cluster: a preset "
+            f"({', '.join(presets()['cluster'])}) or a file that ends in .toml"
+        )
+    its = cluster(named)
     if options.ranks_per_node is not None:
         if not 1 <= options.ranks_per_node <= its.ranks_per_node:
             raise PlanError(
