@@ -81,7 +81,9 @@ def stages(record: Record, wanted: Run) -> dict[str, dict[str, int]]:
         counted[_stage(label, record.case.system, wanted.workload["kind"])] += sum(
             between.inter_node
         )
-    bounds = record.built["bound_of_stages"]
+    bounds = dict(record.built["bound_of_stages"])
+    if record.case.system in PEERS:  # its backward gathers and reduces, and cannot be parted
+        bounds["backward"] += bounds.pop("reduction")
     return {
         name: {
             "inter_node_bytes": round(counted[name] / wanted.num_nodes),

@@ -27,6 +27,7 @@ FOREIGN_CORES = 0.1
 """A repetition counts if other processes used less than this."""
 
 _START_S, _QUIET_S, _LEAVE_S = 180.0, 10.0, 60.0
+_LAST_WORDS_S = 5.0
 _BUILD_S = 900.0  # DeepSpeed compiles an extension when it is built for the first time
 _NORM_TOLERANCE = 1e-4  # relative; fp32, and every system sums in another order
 
@@ -118,8 +119,12 @@ def run(wanted: Run) -> list[Record]:
                 workload["folder"] = folder
             world.start([str(path), world.name, json.dumps(workload)])
         pids = [pid for world in worlds for pid in world.pids]
-        referee.wait_for_ranks(timeout_s=_START_S, more_pids=pids)
-        records = _measure(wanted, referee)
+        try:
+            referee.wait_for_ranks(timeout_s=_START_S, more_pids=pids)
+            records = _measure(wanted, referee)
+        except ClusterError:
+            time.sleep(_LAST_WORDS_S)  # torchrun says which rank failed, and by which signal
+            raise
         referee.dismiss()
         for world in worlds:
             world.wait(timeout_s=_LEAVE_S)
