@@ -118,10 +118,10 @@ GPT_175B = ModelShape(
 
 
 def own_checks() -> Iterator[Check]:
-    start = time.perf_counter()
+    start = time.process_time()  # of this process: other work on the machine does not count
     num_rows = len(answer(question(GPT_175B, "p4de", 2048)).rows)
-    seconds = time.perf_counter() - start
-    yield at_most(f"175B on 16,384 GPUs, {num_rows} rows: seconds", seconds, 1.0)
+    seconds = time.process_time() - start
+    yield at_most(f"175B on 16,384 GPUs, {num_rows} rows: CPU seconds", seconds, 1.0)
     asked = wrong = 0
     for name in presets()["cluster"]:
         for num_nodes in (1, 4, 16, 64):

@@ -239,6 +239,31 @@ class Canaries:
         assert options._timeout == timedelta(seconds=17)
         assert hasattr(dist, "set_timeout") or callable(dist.distributed_c10d._set_pg_timeout)
 
+    def init_sharded_post_forward_param_metadata_is_dtensor(self) -> None:
+        """`_init_sharded_post_forward_param_metadata` cuts as torch's own integer reshard does."""
+        from mics_dtensor.upstream import reshard_after_forward_over, units_of
+
+        def held(model: Any) -> list[tuple[int, ...]]:
+            output = model(batch(0)).sum()
+            shapes = [tuple(p.shape) for p in model.layers[0].parameters()]
+            output.backward()
+            return shapes
+
+        model: Any = shard(stack(), mesh_of(1, 4))
+        for unit in units_of(model):
+            assert not any(p.fsdp.is_dtensor for p in unit.params)
+            reshard_after_forward_over(unit, mesh_of(2, 2))
+        assert held(model) == held(shard(stack(), mesh_of(1, 4), reshard_after_forward=2))
+
+    def set_pg_timeout(self) -> None:
+        """`_set_pg_timeout` of 2.11 and 2.13; 2.14 has it as dist.set_timeout."""
+        from mics_dtensor.upstream import set_timeout
+
+        group = dist.new_group(timeout=timedelta(seconds=17))
+        set_timeout(timedelta(seconds=19), group)
+        options = group._get_backend(torch.device("cpu")).options
+        assert options._timeout == timedelta(seconds=19)
+
     def coalescing_manager(self) -> None:
         """Gloo has none, which is why collectives.py goes block by block there."""
         assert callable(dist.distributed_c10d._coalescing_manager)

@@ -95,7 +95,7 @@ def test_lists_are_written_with_commas(write: Write) -> None:
         ("[training]\nsteps = 0\n", ["training.steps", "1 or more"]),
         ("[parallelism]\ncontext_parallel_degree = 0\n", ["context_parallel_degree", "1 or more"]),
         ("[loss]\nnum_chunks = 3\n", ["num_chunks 3", "2048"]),
-        ("[mics]\npartition_size = 'auto'\n", ["auto", "not yet"]),
+        ("[mics]\npartition_size = 'auto'\n", ["auto", "mics.cluster", "p4d"]),
         ("[mics]\npartition_size = 'nodes'\n", ["nodes", '"node"']),
         ("[mics]\npartition_size = 0\n", ["mics.partition_size", "1 or more"]),
         ("[model]\nname = 'llama4'\n", ["llama4", "llama3"]),
@@ -115,12 +115,10 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     assert all(name in said for name in names), said
 
 
-@pytest.mark.parametrize("name", ["master_weights", "cluster"])
+@pytest.mark.parametrize("name", ["master_weights"])
 def test_keys_to_come_are_refused_only_when_switched_on(write: Write, name: str) -> None:
-    off, on = ("''", "'x.toml'") if name == "cluster" else ("false", "true")
-    assert "not yet" in refusal(write(f"[mics]\n{name} = {on}\n"))
-    if name != "cluster":
-        loaded(write(f"[mics]\n{name} = {off}\n"))
+    assert "not yet" in refusal(write(f"[mics]\n{name} = true\n"))
+    loaded(write(f"[mics]\n{name} = false\n"))
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,8 @@ shares = [[1e6, 0.2], [1e9, 1.0]]
 def test_a_cluster_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(GOOD)
-    said = json.loads(planned(capsys, "--json", "--cluster", str(path), *QUICK))
+    of_four = (*QUICK, "--mics.ranks_per_node", "4")
+    said = json.loads(planned(capsys, "--json", "--cluster", str(path), *of_four))
     assert said["ranks_per_node"] == 4
     assert {each["origin"] for each in said["constants"]} == {"preset", "user", "measured"}
     for old, new, message in (

@@ -16,9 +16,10 @@ from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
 from mics_dtensor.plan.traffic import Options
 from mics_dtensor.train.config import RunConfig, config_keys
-from mics_dtensor.train.degrees import num_loss_chunks, num_micro_steps, resolve
+from mics_dtensor.train.degrees import num_micro_steps, resolve
 from mics_dtensor.train.key import value_at
 from mics_dtensor.train.load import Run, load
+from mics_dtensor.train.loss_chunks import num_loss_chunks
 from mics_dtensor.train.values import shown
 
 SUMMARY = (
@@ -103,7 +104,7 @@ def run(argv: Sequence[str]) -> str:
         why_not = str(error)
     if options.json:
         return json.dumps(_as_json(run, plan, why_not), indent=2)
-    told = [*_configuration(run, everything=options.all), "", *world.assumptions]
+    told = [*_configuration(run, everything=options.all), "", *world.assumptions, *run.planned]
     return "\n".join([*told, *_messages(plan, why_not)])
 
 

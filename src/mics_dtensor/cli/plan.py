@@ -6,11 +6,15 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from mics_dtensor.cli.plot import plot_answer, plot_scaling
+from mics_dtensor.cli.write import chosen_values, write_choice
 from mics_dtensor.errors import PlanError
-from mics_dtensor.plan.cluster import cluster
+from mics_dtensor.plan.cluster import cluster, presets
 from mics_dtensor.plan.report import as_json, render
-from mics_dtensor.plan.search import answer
+from mics_dtensor.plan.scaling import parse_nodes, render_scaling, scaling, scaling_json
+from mics_dtensor.plan.search import Question, answer
 from mics_dtensor.train.load import load
 from mics_dtensor.train.planning import Freedom, question
 
@@ -26,7 +30,9 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     its.add_argument("--config-file", required=True, help="TOML file of a run")
-    its.add_argument("--cluster", required=True, help="a preset, or a file ending in .toml")
+    its.add_argument(
+        "--cluster", help="a preset, or a file ending in .toml; not given, [mics] cluster"
+    )
     its.add_argument("--nodes", type=int, required=True, help="nodes of the cluster to use")
     its.add_argument("--ranks-per-node", type=int, help="GPUs of a node to use")
     its.add_argument(
@@ -37,6 +43,11 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also where optimizer states are cut over the replicas (not offered yet)",
     )
+    its.add_argument(
+        "--scale", metavar="1,2,4,...,64", help="weak scaling over these numbers of nodes instead"
+    )
+    its.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it too")
+    its.add_argument("--write", action="store_true", help="put what is recommended into the file")
     its.add_argument("--json", action="store_true", help="everything, for programs")
     return its
 
@@ -47,7 +58,13 @@ def run(argv: Sequence[str]) -> str:
     config = load(["--config-file", options.config_file, *overrides]).config
     if options.nodes < 1:
         raise PlanError(f"--nodes {options.nodes}; give 1 or more")
-    its = cluster(options.cluster)
+    named = options.cluster or config.mics.cluster
+    if named is None:
+        raise PlanError(
+            f"which cluster? give --cluster, or [mics] cluster: a preset "
+            f"({', '.join(presets()['cluster'])}) or a file that ends in .toml"
+        )
+    its = cluster(named)
     if options.ranks_per_node is not None:
         if not 1 <= options.ranks_per_node <= its.ranks_per_node:
             raise PlanError(
@@ -55,11 +72,40 @@ def run(argv: Sequence[str]) -> str:
                 f"{its.ranks_per_node}; give 1 to {its.ranks_per_node}"
             )
         its = replace(its, ranks_per_node=options.ranks_per_node)
+    if config.mics.ranks_per_node not in (None, its.ranks_per_node):
+        raise PlanError(
+            f"mics.ranks_per_node = {config.mics.ranks_per_node} contradicts {its.name}, which has "
+            f"{its.ranks_per_node} ranks on a node; give --ranks-per-node, or delete the line"
+        )
     freedom = Freedom(
         variants=not options.as_written, optimizer_over_replicas=options.optimizer_over_replicas
     )
     asked = question(config, its, options.nodes, freedom)
+    if options.scale is not None:
+        return _scaled(asked, options)
+    return _answered(asked, options)
+
+
+def _scaled(asked: Question, options: argparse.Namespace) -> str:
+    if options.write:
+        raise PlanError("--scale compares many clusters; ask for one of them to --write its answer")
+    curves = scaling(asked, parse_nodes(options.scale))
+    if options.plot is not None:
+        plot_scaling(curves, options.plot)
+    if options.json:
+        return json.dumps(scaling_json(curves), indent=2)
+    return render_scaling(curves)
+
+
+def _answered(asked: Question, options: argparse.Namespace) -> str:
     found = answer(asked)
+    if options.plot is not None:
+        plot_answer(found, options.plot)
+    written = []
+    if options.write:
+        values = chosen_values(asked, found.best.variant)
+        own = load(["--config-file", options.config_file]).config  # without the command line
+        written = write_choice(Path(options.config_file), own, values)
     if options.json:
         return json.dumps(as_json(asked, found), indent=2)
-    return render(asked, found)
+    return "\n".join([render(asked, found), *written])

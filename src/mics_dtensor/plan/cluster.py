@@ -93,7 +93,7 @@ class Cluster:
         theirs = (between.origin, between.source)
         return [
             ("ranks of a node", str(self.ranks_per_node), *mine),
-            ("peak of a GPU", f"{self.peak_flops_per_s / 1e12:.0f} TFLOP/s", *mine),
+            ("peak of a GPU", f"{self.peak_flops_per_s / 1e12:.4g} TFLOP/s", *mine),
             ("share of it in products", f"{self.product_share:.3f}", *mine),
             ("width that reaches half of it", f"{self.product_half_width:.0f}", *mine),
             ("memory of a GPU", f"{self.memory_bytes / 1e9:.0f} GB", *mine),

@@ -158,7 +158,8 @@ REDUCES = ("reduce", "reduce within the node", "reduce between nodes")
 
 def hop_stages(traffic: Traffic) -> list[Stage]:
     """The second hop: what crosses the replicas."""
-    return [stage for stage in traffic.stages if stage.name in ("boundary", "agreement")]
+    at_the_boundary = ("boundary", "agreement", "gather of slices")
+    return [stage for stage in traffic.stages if stage.name.startswith(at_the_boundary)]
 
 
 def unit_compute_s(unit: Unit, work: Work, cluster: Cluster) -> tuple[float, float]:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.train.config import RunConfig
-from mics_dtensor.train.degrees import num_loss_chunks
 from mics_dtensor.train.key import replace_at, value_at
 from mics_dtensor.train.load import Run
+from mics_dtensor.train.loss_chunks import num_loss_chunks
 from mics_dtensor.train.rows import rows
 from mics_dtensor.train.values import shown
 

@@ -45,7 +45,8 @@ class Mics:
 
     partition_size: int | str | None = key(
         None,
-        'shards of a parameter: a number, or "node"; not given, [parallelism] decides',
+        'shards of a parameter: a number, "node", or "auto" (the planner\'s choice on `cluster`); '
+        "not given, [parallelism] decides",
         unit="ranks",
     )
     hierarchical: bool = key(True, "gather between nodes first where a group spans several")
@@ -69,7 +70,9 @@ class Mics:
         False, "shard optimizer states over the replicas: 1/R of their memory, the same training"
     )
     master_weights: bool = key(False, "fp32 copies of bf16 parameters", reserved=True)
-    cluster: str | None = key(None, "file that describes the cluster's links", reserved=True)
+    cluster: str | None = key(
+        None, 'cluster that the planner reckons with: a preset, or a file that ends in ".toml"'
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

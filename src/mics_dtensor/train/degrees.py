@@ -7,14 +7,14 @@ to fast: pp, dp_replicate, dp_shard, cp, tp. A parameter has dp_shard x cp shard
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from mics_dtensor.errors import ConfigError
+from mics_dtensor.errors import ConfigError, PlanError
 from mics_dtensor.layout import Layout, divisors
 from mics_dtensor.topology import Topology
-from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.key import replace_at, value_at
 from mics_dtensor.train.load import Run
+from mics_dtensor.train.planning import recommended_partition_size
 
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 SHARD = "parallelism.data_parallel_shard_degree"
@@ -48,6 +48,8 @@ def resolve(
         )
     topology = _stage_topology(world_size, stages=pp, ranks_per_node=ranks_per_node)
     ranks = world_size // (pp * cp * tp)
+    if run.config.mics.partition_size == "auto":
+        run = _chosen(run, topology)
     if run.config.mics.partition_size is None:
         run = _fill_from_world(run, ranks)
     else:
@@ -77,14 +79,6 @@ def num_micro_steps(run: Run) -> int:
             f"{replicate * shard} = {at_once}; write such a multiple, or -1 for one micro-step"
         )
     return training.global_batch_size // at_once
-
-
-def num_loss_chunks(config: RunConfig) -> int:
-    """Slices in which the loss is computed: as written, else torchtitan's 8 where that can be."""
-    degrees = config.parallelism
-    part = config.training.seq_len
-    part //= degrees.context_parallel_degree * degrees.tensor_parallel_degree
-    return config.loss.num_chunks or (8 if part % 8 == 0 else 1)
 
 
 def _degrees(run: Run) -> tuple[int, int]:
@@ -122,6 +116,16 @@ def _stage_topology(world_size: int, *, stages: int, ranks_per_node: int) -> Top
             f"of {ranks_per_node} unevenly; a stage must be whole nodes, or divide one"
         )
     return Topology.uniform(world_size=ranks, ranks_per_node=min(ranks, ranks_per_node))
+
+
+def _chosen(run: Run, topology: Topology) -> Run:
+    """The partition size that the planner recommends; pure, so that every rank finds the same."""
+    try:
+        size, why = recommended_partition_size(run.config, topology)
+    except PlanError as error:
+        raise ConfigError(f'[mics] partition_size = "auto": {error}') from error
+    run = _filled(run, {"mics.partition_size": size}, by="the planner")
+    return dataclasses.replace(run, planned=why)
 
 
 def _fill_from_world(run: Run, ranks: int) -> Run:
@@ -169,7 +173,7 @@ def _fill_from_partition_size(run: Run, ranks: int, topology: Topology) -> Run:
     return _filled(run, wanted, by="[mics] partition_size")
 
 
-def _filled(run: Run, values: dict[str, int], *, by: str) -> Run:
+def _filled(run: Run, values: Mapping[str, int], *, by: str) -> Run:
     config, origin = run.config, dict(run.origin)
     for name, value in values.items():
         if value != value_at(config, name):

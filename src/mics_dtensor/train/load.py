@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mics_dtensor.errors import ConfigError
+from mics_dtensor.plan.cluster import presets
 from mics_dtensor.train.arguments import read_arguments
 from mics_dtensor.train.config import RunConfig, config_keys
 from mics_dtensor.train.key import replace_at, value_at
@@ -39,6 +40,8 @@ class Run:
     inert: tuple[str, ...]
     """Keys that the file or the command line sets and that do nothing, each with the reason."""
     path: Path
+    planned: tuple[str, ...] = ()
+    """What the planner said, where [mics] partition_size = "auto" asked it."""
 
 
 def load(argv: Sequence[str]) -> Run:
@@ -124,14 +127,15 @@ def _refuse_what_cannot_be(config: RunConfig, origin: Mapping[str, str]) -> None
 
 def _refuse_numbers(config: RunConfig) -> None:
     mics, training = config.mics, config.training
-    if mics.partition_size == "auto":
+    if mics.partition_size == "auto" and mics.cluster is None:
         raise ConfigError(
-            'mics.partition_size = "auto": not yet, the planner is not built; write "node" or a '
-            "number of ranks"
+            'mics.partition_size = "auto" asks the planner, which needs mics.cluster: a preset '
+            f"({', '.join(presets()['cluster'])}) or a file that ends in .toml"
         )
-    if isinstance(mics.partition_size, str) and mics.partition_size != "node":
+    if isinstance(mics.partition_size, str) and mics.partition_size not in ("node", "auto"):
         raise ConfigError(
-            f'mics.partition_size = "{mics.partition_size}"; write "node" or a number of ranks'
+            f'mics.partition_size = "{mics.partition_size}"; write "node", "auto" or a number of '
+            "ranks"
         )
     parallelism, validation = config.parallelism, config.validation
     positive = {

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from typing import cast
 
 from mics_dtensor.errors import PlanError
-from mics_dtensor.plan.cluster import Cluster
+from mics_dtensor.plan.cluster import Cluster, cluster
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy
-from mics_dtensor.plan.search import Question
+from mics_dtensor.plan.report import recommendation
+from mics_dtensor.plan.search import Question, answer
 from mics_dtensor.plan.shape import Checkpointing
 from mics_dtensor.plan.step import PROFILES
+from mics_dtensor.topology import Topology
 from mics_dtensor.train.config import RunConfig
-from mics_dtensor.train.degrees import num_loss_chunks
+from mics_dtensor.train.loss_chunks import num_loss_chunks
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 DEGREES = (
@@ -93,3 +95,21 @@ def _checkpointing(config: RunConfig) -> Checkpointing:
         f'"{chosen.selective_ac_option}" is not planned yet; there are none, full, and selective '
         'with "op" or "2"'
     )
+
+
+def recommended_partition_size(
+    config: RunConfig, topology: Topology
+) -> tuple[int, tuple[str, ...]]:
+    """What the planner takes for a run that is otherwise as written, and its words.
+
+    Pure: ranks that read the same files find the same. Raises PlanError.
+    """
+    its = cluster(config.mics.cluster or "")
+    if its.ranks_per_node != topology.ranks_per_node:
+        raise PlanError(
+            f"the cluster {its.name} ({config.mics.cluster}) has {its.ranks_per_node} ranks on a "
+            f"node, this run has {topology.ranks_per_node}; give the cluster that it runs on"
+        )
+    found = answer(question(config, its, topology.num_nodes, Freedom(variants=False)))
+    words = recommendation(found)
+    return found.best.variant.partition_size, (f"planned on {its.name}: {words[0]}", *words[1:])

@@ -90,7 +90,7 @@ def _run(run: Run, layout: Layout, launch: Launch, config: Trainer.Config) -> No
             trainer.checkpointer.save(curr_step=0, last_step=True)
             return
         if launch.rank == 0:
-            print(trainer.explanation, flush=True)
+            print("\n".join([*run.planned, str(trainer.explanation)]), flush=True)
             for key in run.inert:
                 print(f"does nothing: {key}", flush=True)
         trainer.train()
@@ -112,6 +112,13 @@ def _check(run: Run, layout: Layout, launch: Launch) -> None:
         local_world_size=launch.local_world_size,
         hosts=hosts,
     )
+    sizes = [0] * launch.world_size
+    dist.all_gather_object(sizes, layout.partition_size)
+    if len(set(sizes)) > 1:
+        raise ConfigError(
+            f"ranks have different partition sizes, {sorted(set(sizes))}: the file {run.path}, or "
+            "the one that mics.cluster names, is not the same on all nodes"
+        )
     cp = run.config.parallelism.context_parallel_degree
     check_data(run.config, num_readers=layout.num_replicas * layout.partition_size // cp)
 

@@ -1,0 +1,76 @@
+"""Pictures of the planner's answers; the only place that needs matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mics_dtensor.errors import PlanError
+from mics_dtensor.plan.report import TERMS
+from mics_dtensor.plan.scaling import Scaling
+from mics_dtensor.plan.search import Answer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def plot_answer(answer: Answer, path: Path) -> None:
+    """Seconds of a step by term, one bar a row; those that do not fit are pale."""
+    figure = _figure()
+    axes = figure.subplots()
+    names = ["FSDP" if r.variant.plain else str(r.variant.partition_size) for r in answer.rows]
+    floor = [0.0] * len(names)
+    for number, term in enumerate(TERMS):
+        heights = [getattr(row.time, f"{term}_s") for row in answer.rows]
+        axes.bar([names[0]], [0.0], color=f"C{number}", label=term.replace("_", " "))
+        bars = axes.bar(names, heights, bottom=floor, color=f"C{number}")
+        for bar, row in zip(bars, answer.rows, strict=True):
+            bar.set_alpha(1.0 if row.fits else 0.25)
+        floor = [low + high for low, high in zip(floor, heights, strict=True)]
+    axes.set_xlabel("partition size (pale: does not fit)")
+    axes.set_ylabel("seconds of an optimizer step")
+    figure.legend(loc="outside right upper")
+    _save(figure, path)
+
+
+def plot_scaling(scaling: Scaling, path: Path) -> None:
+    """tokens/s of a GPU over the number of GPUs, one line a partition size."""
+    figure = _figure()
+    from matplotlib import colormaps  # after _figure, which says what to install
+
+    axes = figure.subplots()
+    marked: dict[str, dict[str, Any]] = {
+        "best": {"linewidth": 4, "color": "0.7"},
+        "plain FSDP": {"color": "red", "linestyle": "--"},
+    }
+    for number, (name, points) in enumerate(scaling.curves.items()):
+        found = [(p.num_nodes, p.tokens_per_s(scaling.ranks_per_node)) for p in points]
+        there = [(n * scaling.ranks_per_node, speed) for n, speed in found if speed is not None]
+        if there:
+            gpus, speeds = zip(*there, strict=True)
+            shade = colormaps["viridis"](number / len(scaling.curves))
+            style = marked.get(name, {"color": shade})
+            axes.plot(gpus, speeds, marker=".", label=name, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("GPUs")
+    axes.set_ylabel("tokens/s of a GPU")
+    figure.legend(title="partition size", loc="outside right upper")
+    _save(figure, path)
+
+
+def _figure() -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PlanError(
+            "--plot needs matplotlib: pip install mics-dtensor[plot]; or leave --plot out"
+        ) from None
+    return Figure(figsize=(9, 5), layout="constrained")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"--plot {path}: {error}") from None

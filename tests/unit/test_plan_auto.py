@@ -1,0 +1,51 @@
+"""`[mics] partition_size = "auto"` is what `mics plan --as-written` recommends."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mics_dtensor.cli import main
+from mics_dtensor.errors import ConfigError
+from mics_dtensor.train.degrees import resolve
+from mics_dtensor.train.load import load
+
+FILE = str(Path(__file__).parents[2] / "train_configs" / "llama3_8b_2x8.toml")
+AUTO = ("--config-file", FILE, "--mics.partition_size", "auto", "--mics.cluster", "p4de")
+BATCH = ("--training.global_batch_size", "64")
+
+
+def test_it_is_the_planners_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    run, layout = resolve(load([*AUTO, *BATCH]), world_size=32, local_world_size=8)
+    assert main(["plan", *AUTO, *BATCH, "--nodes", "4", "--as-written", "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["recommendation"]["variant"]
+    assert layout.partition_size == best["partition_size"] == run.config.mics.partition_size
+    assert run.origin["mics.partition_size"] == "the planner"
+    assert f"partition_size = {layout.partition_size} " in run.planned[0]
+    again, _ = resolve(run, world_size=32, local_world_size=8)  # as the program does on each rank
+    assert again.config == run.config
+
+
+def test_explain_says_what_was_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["explain", FILE, "--world-size", "32", *AUTO[2:], *BATCH]
+    assert main(arguments) == 0
+    assert "planned on p4de: take partition_size = " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world", "message"),
+    [
+        (("--mics.ranks_per_node", "4"), 16, "p4de (p4de) has 8 ranks on a node, this run has 4"),
+        (("--mics.cluster", "p44d"), 16, "choose from"),
+        (("--optimizer.name", "DistMuon"), 16, "not planned yet"),
+        (("--model.flavor", "405B"), 16, "does not fit"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    arguments: tuple[str, ...], world: int, message: str
+) -> None:
+    run = load([*AUTO, *BATCH, *arguments])
+    with pytest.raises(ConfigError) as refused:
+        resolve(run, world_size=world, local_world_size=8)
+    assert message in str(refused.value)
+    assert '"auto"' in str(refused.value)

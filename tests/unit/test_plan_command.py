@@ -1,0 +1,110 @@
+"""`mics plan --scale`, `--plot` and `--write`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mics_dtensor.cli import main
+from mics_dtensor.errors import PlanError
+from mics_dtensor.plan.scaling import parse_nodes
+from mics_dtensor.train.load import load
+
+FILE = Path(__file__).parents[2] / "train_configs" / "llama3_8b_2x8.toml"
+ON = ("--cluster", "p4de", "--training.global_batch_size", "64", "--as-written")
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str, file: Path = FILE) -> str:
+    assert main(["plan", "--config-file", str(file), *ON, *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_numbers_of_nodes() -> None:
+    assert parse_nodes("1,2,4,...,64") == (1, 2, 4, 8, 16, 32, 64)
+    assert parse_nodes("1, 3, ..., 20, 30") == (1, 3, 9, 20, 30)
+    assert parse_nodes("5") == (5,)
+    for wrong in ("", "0", "4,2", "1,...,8", "2,3,...,9", "1,2,...", "a", "1,2,..,4"):
+        with pytest.raises(PlanError, match="--scale"):
+            parse_nodes(wrong)
+
+
+def test_weak_scaling_agrees_with_single_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    """64 sequences on 4 nodes are 2 a rank: on 2 nodes that is a batch of 32."""
+    curves = json.loads(planned(capsys, "--nodes", "4", "--scale", "1,2,4", "--json"))
+    assert curves["num_nodes"] == [1, 2, 4]
+    speeds = curves["tokens_per_s_of_a_gpu"]
+    for place, batch in ((1, "32"), (2, "64")):
+        more = ("--nodes", str(2**place), "--json", "--training.global_batch_size", batch)
+        alone = json.loads(planned(capsys, *more))
+        gpus = 8 * 2**place
+        by_size = {
+            "plain FSDP" if row["variant"]["plain"] else str(row["variant"]["partition_size"]): row
+            for row in alone["rows"]
+        }
+        for name in ("plain FSDP", "8", "16"):
+            there = by_size[name]
+            assert speeds[name][place] == pytest.approx(there["tokens_per_s"] / gpus)
+    assert speeds["16"][0] is None  # one node has no such group
+    assert "-" in planned(capsys, "--nodes", "4", "--scale", "1,2,4")
+
+
+def test_plots_are_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name, more in (("bars.png", ()), ("lines.png", ("--scale", "1,2"))):
+        path = tmp_path / name
+        planned(capsys, "--nodes", "2", "--plot", str(path), *more)
+        assert path.read_bytes().startswith(b"\x89PNG")
+    where = str(tmp_path / "nowhere" / "a.png")
+    assert main(["plan", "--config-file", str(FILE), *ON, "--nodes", "2", "--plot", where]) == 2
+    assert "--plot" in capsys.readouterr().err
+
+
+WRITTEN = """\
+# ours: keep me
+[training]
+seq_len = 4096  # short
+local_batch_size = 8
+
+[model]  # after training, on purpose
+name = "llama3"
+flavor = "8B"
+"""
+
+
+def test_what_is_recommended_is_written_and_the_rest_stays(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("tomlkit")
+    path = tmp_path / "run.toml"
+    path.write_text(WRITTEN)
+    ask = ["plan", "--config-file", str(path), "--cluster", "p4d", "--nodes", "2", "--write"]
+    assert main([*ask, "--training.global_batch_size", "32"]) == 0
+    said = capsys.readouterr().out
+    text = path.read_text()
+    for line in ("# ours: keep me", "seq_len = 4096  # short", "[model]  # after training"):
+        assert line in text
+    assert text.index("[training]") < text.index("[model]") < text.index("[mics]")
+    config = load(["--config-file", str(path)]).config
+    assert f"take partition_size = {config.mics.partition_size} " in said
+    assert config.training.global_batch_size == 32
+    assert main(ask) == 0  # asked again, the file gives the same answer
+    assert f"take partition_size = {config.mics.partition_size} " in capsys.readouterr().out
+
+
+def test_a_degree_that_contradicts_is_not_overwritten(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("tomlkit")
+    path = tmp_path / "run.toml"
+    text = WRITTEN + "[parallelism]\ndata_parallel_shard_degree = 4\n"
+    path.write_text(text)
+    ask = ["plan", "--config-file", str(path), "--cluster", "p4d", "--nodes", "2", "--write"]
+    assert main([*ask, "--training.global_batch_size", "32"]) == 2
+    assert "data_parallel_shard_degree = 4" in capsys.readouterr().err
+    assert path.read_text() == text
+
+
+def test_a_node_of_another_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    debug = str(FILE.with_name("debug.toml"))
+    assert main(["plan", "--config-file", debug, "--cluster", "p4d", "--nodes", "2"]) == 2
+    assert "mics.ranks_per_node = 2 contradicts p4d" in capsys.readouterr().err
