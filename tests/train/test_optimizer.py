@@ -1,7 +1,8 @@
 """[mics] optimizer_over_replicas: the same run, on 1/R of the optimizer states."""
 
+import json
+import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 from harness.ranks import ranks
@@ -10,9 +11,6 @@ from mics_dtensor.errors import ConfigError
 
 pytest.importorskip("torchtitan")
 from train.small_run import configured, ours, train, trained_by
-
-from mics_dtensor.sharded_states import ReplicaShardedOptimizer
-from mics_dtensor.upstream import local_of
 
 
 @pytest.mark.timeout(300)
@@ -27,25 +25,25 @@ def test_the_run_is_that_of_whole_states(tmp_path: Path) -> None:
 
 
 @ranks(4, timeout_s=110)
-def test_states_are_a_share_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_alike(tmp_path: Path) -> None:
     options = (
         "--mics.optimizer_over_replicas=true",
         "--training.global_batch_size=8",
+        "--training.steps=5",
         "--checkpoint.enable=true",
         "--checkpoint.interval=3",
         "--checkpoint.last_save_model_only=false",
     )
-    config, layout = configured(tmp_path, *options, "--training.steps=3")
-    trainer: Any = ours(config, layout)
-    trainer.train()
-    (optimizer,) = trainer.optimizers
-    assert isinstance(optimizer, ReplicaShardedOptimizer)
-    held = sum(states["exp_avg"].flat.numel() for states in optimizer.state.values())
-    shards = sum(local_of(p).numel() for part in trainer.model_parts for p in part.parameters())
-    assert abs(held - shards / 2) < 2 * 4  # of 2 replicas, in each of at most 4 units
-    trainer.close()
-    resumed = train(ours, tmp_path, *options, "--training.steps=5")
-    assert len(resumed.losses) == 5
+    whole = train(ours, tmp_path, *options)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["collectives"]["all_to_all"] > 0 for line in lines)  # slices
+    with warnings.catch_warnings():
+        # torchtitan 0.3.0 asks the scheduler get_lr() when it resumes, whatever the optimizer.
+        warnings.filterwarnings("ignore", "To get the last learning rate", UserWarning)
+        again = ("--checkpoint.load_step=3", "--checkpoint.load_only=true")
+        resumed = train(ours, tmp_path, *options, *again)
+    assert len(resumed.losses) == 2
+    assert resumed.losses == pytest.approx(whole.losses[3:], rel=1e-6)
 
 
 @ranks(2, timeout_s=100)
