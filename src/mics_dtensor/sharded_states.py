@@ -48,6 +48,9 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
     `skipped` then says so. Entries may be changed in `param_groups` between steps, as learning-rate
     schedulers do. `state` is a view: read it, load with load_state_dict.
 
+    Save and load through torch.distributed.checkpoint, sharded: `full_state_dict=True` of torch's
+    state_dict functions does not know the pieces and would hand over this rank's alone.
+
     Collective: step(), over the replicas. Raises ConfigError for what cannot be sliced.
     """
 
