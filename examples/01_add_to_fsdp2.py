@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from mics_dtensor import Layout, Topology, apply_mics, explain, gradient_accumulation, init_mesh
+import mics_dtensor as mics
 
 NUM_MICRO_STEPS = 4
 
 dist.init_process_group("gloo")
-torch.manual_seed(0)
+torch.manual_seed(dist.get_rank())
 
-topology = Topology.uniform(world_size=dist.get_world_size(), ranks_per_node=2)
-mesh = init_mesh(Layout(topology=topology, partition_size=2), device_type="cpu")
+topology = mics.Topology.uniform(world_size=dist.get_world_size(), ranks_per_node=2)
+mesh = mics.init_mesh(mics.Layout(topology=topology, partition_size=2), device_type="cpu")
 
 model = nn.Sequential(
     nn.Embedding(256, 64),
@@ -28,22 +28,24 @@ model = nn.Sequential(
 for layer in model:
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
-apply_mics(model, topology=topology)  # 1: where a partition group spans nodes, gathers go in stages
+mics.apply_mics(model, topology=topology)  # 1: a group that spans nodes gathers in two stages
+mics.synchronize_replicas(model)  # 2: every replica starts from replica 0's parameters
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 data = torch.Generator().manual_seed(dist.get_rank())
 if dist.get_rank() == 0:
-    print(explain(model, num_micro_steps=NUM_MICRO_STEPS))
+    print(mics.explain(model, num_micro_steps=NUM_MICRO_STEPS))
 
 for step in range(1, 21):
     loss_of_step = 0.0
-    with gradient_accumulation(model, num_micro_steps=NUM_MICRO_STEPS) as accumulation:  # 2
+    with mics.gradient_accumulation(model, num_micro_steps=NUM_MICRO_STEPS) as accumulation:  # 3
         for _ in range(NUM_MICRO_STEPS):
             tokens = torch.randint(0, 256, (32,), generator=data)
-            with accumulation.micro_step():  # 3: gradients cross the replicas in the last one
+            with accumulation.micro_step():  # gradients cross the replicas in the last one
                 loss = nn.functional.cross_entropy(model(tokens), (tokens * 7 + 3) % 256)
                 (loss / NUM_MICRO_STEPS).backward()
             loss_of_step += loss.item() / NUM_MICRO_STEPS
+    mics.clip_grad_norm_(model.parameters(), max_norm=1.0)
     optimizer.step()
     optimizer.zero_grad()
     if dist.get_rank() == 0 and step % 5 in (0, 1):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mics_dtensor.layout import Layout
     from mics_dtensor.mesh import init_mesh
     from mics_dtensor.replicas import synchronize_replicas
+    from mics_dtensor.sharded_states import ReplicaShardedOptimizer
     from mics_dtensor.topology import Topology
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [  # noqa: RUF022  in reading order, not the alphabet's
     "gradient_accumulation",
     "clip_grad_norm_",
     "explain",
+    "ReplicaShardedOptimizer",
     "HierarchicalAllGather",
     "HierarchicalReduceScatter",
     "MicsError",
@@ -44,6 +46,7 @@ _HOME = {
     "gradient_accumulation": "accumulate",
     "clip_grad_norm_": "clip",
     "explain": "explanation",
+    "ReplicaShardedOptimizer": "sharded_states",
     "HierarchicalAllGather": "collectives",
     "HierarchicalReduceScatter": "collectives",
     "MicsError": "errors",

@@ -12,16 +12,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
+from logging import getLogger
 from typing import Literal
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mics_dtensor.audit import audit_gradients
+from mics_dtensor.audit import audit_gradients, lost_at_boundary
 from mics_dtensor.boundary import Boundary
 from mics_dtensor.bucket import Message
 from mics_dtensor.errors import AccumulationError
+from mics_dtensor.mesh import hop_stages_of
 from mics_dtensor.plan.traffic import BUCKET_SIZE_BYTES
 from mics_dtensor.upstream import (
     Unit,
@@ -30,6 +32,8 @@ from mics_dtensor.upstream import (
     units_of,
     whole_units,
 )
+
+logger = getLogger(__name__)
 
 State = Literal["open", "partial", "synchronized", "failed"]
 
@@ -63,11 +67,12 @@ def gradient_accumulation(
     where a message fails. After any exception `.grad` is what it was at entry, and the next step
     starts clean.
     """
-    units = units_of(model)
+    parts = [model] if isinstance(model, nn.Module) else list(model)
+    units = units_of(parts)
     _refuse(units, num_micro_steps, early=overlap_boundary, static=static_gradients)
     boundary = Boundary(
         units,
-        Message(second_hop_dtype),
+        Message(second_hop_dtype, hop_stages_of(parts)),
         bucket_size_bytes=bucket_size_bytes,
         early=overlap_boundary,
         static=static_gradients,
@@ -95,6 +100,12 @@ class Accumulation:
         self._is_last = False
         self._state: State = "open"
         self._exchange = ExitStack()
+        self._frozen = [
+            (param, param.parameter.grad)
+            for unit in units
+            for param in unit.params
+            if not param.parameter.requires_grad
+        ]
 
     @property
     def num_run(self) -> int:
@@ -109,7 +120,6 @@ class Accumulation:
         """
         self._begin(last)
         try:
-            self._boundary.begin_micro_step(last_of=self._num_run + 1 if self._is_last else None)
             yield
         except BaseException:
             self.fail()
@@ -170,7 +180,10 @@ class Accumulation:
         """
         if self._state in ("open", "partial"):
             self._state = "failed"
-            reset_after_exception(self._units)
+            try:
+                reset_after_exception(self._units)
+            except RuntimeError as error:  # the one that brought us here is the one to raise
+                logger.warning("FSDP2 could not be reset after an exception: %s", error)
             self._boundary.abandon()
 
     def holds(self, units: Iterable[Unit]) -> bool:
@@ -207,37 +220,18 @@ class Accumulation:
             )
         self._is_last = bool(last) or announced_last
         self._inside, self._state = True, "partial"
+        self._boundary.begin_micro_step(last=self._is_last)
 
     def _second_hop(self) -> None:
         try:
-            self._boundary.finish(num_micro_steps=self._num_run, problem=self._problem())
+            self._boundary.finish(
+                num_micro_steps=self._num_run, problem=lost_at_boundary(self._units, self._frozen)
+            )
         except BaseException:
             self.fail()
             raise
         self._state = "synchronized"
         self._exchange.close()  # from here on the model is plain HSDP again
-
-    def _problem(self) -> str | None:
-        """What would lose a gradient on this rank, if anything."""
-        expected = {id(gradient.param.parameter) for gradient in self._boundary}
-        for unit in self._units:
-            if not unit.reduces_gradients:
-                return (
-                    f"gradient sync of unit {unit.name} is off at the boundary: call "
-                    "set_requires_gradient_sync(True) before the backward of the last micro-step"
-                )
-            for param in unit.params:
-                if param.has_unreduced_gradient():
-                    return (
-                        f"the gradient of {param.name} was not reduced: run a backward with "
-                        "gradient sync on in the last micro-step"
-                    )
-                if id(param.parameter) not in expected and param.parameter.grad is not None:
-                    return (
-                        f"{param.name} has a gradient, but did not require one when the context "
-                        "opened: set requires_grad before gradient_accumulation"
-                    )
-        return None
 
     def _close(self) -> None:
         _OPEN.set(tuple(other for other in _OPEN.get() if other is not self))
@@ -285,8 +279,8 @@ def _refuse(units: list[Unit], num_micro_steps: int | None, *, early: bool, stat
             "overlap_boundary takes gradients out of .grad and static_gradients keeps them there; "
             "choose one"
         )
-    audit_gradients(units, static=static)
     if any(a.holds(units) for a in _OPEN.get()):
         raise AccumulationError(
             "gradient_accumulation is already open for this model: leave it before opening another"
         )
+    audit_gradients(units, static=static)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -12,7 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from mics_dtensor.audit import audit_units
 from mics_dtensor.collectives import HierarchicalAllGather, HierarchicalReduceScatter
 from mics_dtensor.errors import ConfigError, MicsError
-from mics_dtensor.mesh import Ranks, Stages, make_stages, node_blocks, node_mesh, ranks_of
+from mics_dtensor.mesh import (
+    Ranks,
+    Stages,
+    hop_stages_of,
+    make_stages,
+    node_blocks,
+    node_mesh,
+    ranks_of,
+    remember_hop_stages,
+)
 from mics_dtensor.topology import Topology
 from mics_dtensor.upstream import (
     Unit,
@@ -34,7 +43,8 @@ def apply_mics(
     `model` is whatever `fully_shard` has been applied to, torchtitan's included, or a list of model
     parts. A unit whose group lies inside one node is left exactly as torch made it. Call it any
     time after sharding, before or after loading a checkpoint; twice is the same as once. With
-    `hierarchical=False` the model is only audited, and remembered for `explain`.
+    `hierarchical=False` the model is only audited, and remembered for `explain`. Where a node holds
+    several replicas, the second hop sums inside the node before it crosses.
 
     `node_local_backward`: what the forward has gathered stays cut inside each node, so that the
     backward gathers without crossing nodes (ZeRO++, arXiv 2306.10209, section 3.2, without a second
@@ -49,8 +59,13 @@ def apply_mics(
     units = units_of(parts)
     if node_local_backward and not hierarchical:
         raise ConfigError("node_local_backward is a part of the hierarchy: leave hierarchical on")
-    shard_groups = _agree(units, _Arguments(topology, hierarchical, node_local_backward))
-    stages = make_stages(shard_groups, topology, device_type=_device_type(units))
+    there = hop_stages_of(parts)
+    groups = _agree(units, there, _Arguments(topology, hierarchical, node_local_backward))
+    stages = make_stages(groups, topology, device_type=_device_type(units))
+    hop_groups = {ranks_of(unit.replicate_group) for unit in units if hierarchical}
+    remember_hop_stages(
+        parts, {ranks: its for ranks, its in {**there, **stages}.items() if ranks in hop_groups}
+    )
     for unit in units if hierarchical else ():
         if (its := stages.get(ranks_of(unit.shard_group))) is not None and not _installed(unit):
             unit.set_collectives(
@@ -67,10 +82,13 @@ def apply_mics(
 def stage_groups(model: nn.Module | Iterable[nn.Module]) -> list[dist.ProcessGroup]:
     """The process groups that apply_mics made for this rank, for those who set timeouts."""
     made: dict[dist.ProcessGroup, None] = {}
+    model = [model] if isinstance(model, nn.Module) else list(model)
     for unit in units_of(model):
         if isinstance(unit.all_gather, HierarchicalAllGather):
             stages = unit.all_gather.stages
             made |= {stages.across_nodes: None, stages.within_node: None}
+    for stages in hop_stages_of(model).values():
+        made |= {stages.across_nodes: None, stages.within_node: None}
     return list(made)
 
 
@@ -83,8 +101,8 @@ def _keep_cut_inside_nodes(units: list[Unit]) -> None:
             reshard_after_forward_over(unit, meshes[stages.ranks])
 
 
-def _agree(units: list[Unit], given: _Arguments) -> list[Ranks]:
-    """The shard groups of the world that still need stages, sorted; or one error on every rank."""
+def _agree(units: list[Unit], hop_stages: Mapping[Ranks, Stages], given: _Arguments) -> list[Ranks]:
+    """The groups of the world that still need stages, sorted; or one error on every rank."""
     mine: list[Ranks] = []
     error: str | None = None
     try:
@@ -99,6 +117,8 @@ def _agree(units: list[Unit], given: _Arguments) -> list[Ranks]:
                 mine.append(ranks)
             if given.node_local_backward and len(blocks) > 1:
                 _refuse_node_local(unit)
+            if given.hierarchical and _needs_hop_stages(unit, hop_stages, given.topology):
+                mine.append(ranks_of(unit.replicate_group))
     except MicsError as refusal:
         error = str(refusal)
     said = _Said(list(dict.fromkeys(mine)), error, str(given))
@@ -114,14 +134,14 @@ def _agree(units: list[Unit], given: _Arguments) -> list[Ranks]:
         raise ConfigError(
             f"ranks called apply_mics differently: {' | '.join(calls)}; give every rank the same"
         )
-    return sorted({ranks for its in everyone for ranks in its.shard_groups})
+    return sorted({ranks for its in everyone for ranks in its.groups})
 
 
 @dataclass(frozen=True)
 class _Said:
     """What a rank tells the others before anything is made."""
 
-    shard_groups: list[Ranks]  # that need stages
+    groups: list[Ranks]  # that need stages
     error: str | None
     arguments: str
 
@@ -149,6 +169,18 @@ def _device_type(units: list[Unit]) -> str:
 def _installed(unit: Unit) -> Stages | None:
     gather = unit.all_gather
     return gather.stages if isinstance(gather, HierarchicalAllGather) else None
+
+
+def _needs_hop_stages(unit: Unit, there: Mapping[Ranks, Stages], topology: Topology) -> bool:
+    """Whether the replication group has several ranks in each of several nodes, and no stages."""
+    ranks = ranks_of(unit.replicate_group)
+    try:
+        blocks = node_blocks(ranks, topology) if ranks else []
+    except ConfigError:  # nothing is wrong with it: a flat all-reduce takes any order of ranks
+        return False
+    if len(blocks) < 2 or len(blocks[0]) == 1:
+        return False
+    return ranks not in there or ranks_of(there[ranks].within_node) not in blocks
 
 
 def _refuse_other_stages(unit: Unit, stages: Stages, blocks: list[Ranks]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
 from mics_dtensor.errors import AccumulationError, ConfigError
 from mics_dtensor.mesh import node_blocks, ranks_of
+from mics_dtensor.slices import Slice, slice_of
 from mics_dtensor.topology import Topology
-from mics_dtensor.upstream import Unit
+from mics_dtensor.upstream import ShardedParameter, Unit, hooks_of
 
 
 def audit_units(units: Sequence[Unit], topology: Topology) -> None:
@@ -37,6 +39,35 @@ def audit_gradients(units: Sequence[Unit], *, static: bool) -> None:
     for unit in units:
         if (why := _unfit(unit, static=static)) is not None:
             raise AccumulationError(f"unit {unit.name}: {why}")
+
+
+def lost_at_boundary(
+    units: Sequence[Unit], frozen: Sequence[tuple[ShardedParameter, torch.Tensor | None]]
+) -> str | None:
+    """What this rank would lose if the second hop began now, in a sentence; None if nothing.
+
+    `frozen` are the parameters that required no gradient when the context opened, with their
+    `.grad` of then.
+    """
+    for unit in units:
+        if not unit.reduces_gradients:
+            return (
+                f"gradient sync of unit {unit.name} is off at the boundary: call "
+                "set_requires_gradient_sync(True) before the backward of the last micro-step"
+            )
+        for param in unit.params:
+            if param.has_unreduced_gradient():
+                return (
+                    f"the gradient of {param.name} was not reduced: run a backward with gradient "
+                    "sync on in the last micro-step"
+                )
+    for param, before in frozen:
+        if param.parameter.grad is not before:
+            return (
+                f"{param.name} has a gradient, but did not require one when the context opened: "
+                "set requires_grad before gradient_accumulation"
+            )
+    return None
 
 
 def _audit_axes(unit: Unit) -> None:
@@ -88,7 +119,7 @@ def _unfit(unit: Unit, *, static: bool) -> str | None:
             "replica: remove it (set_all_reduce_hook), and act on .grad after the context"
         )
     for param in unit.params:
-        if param.has_post_accumulate_hooks:
+        if any(not isinstance(hook, Slice) for hook in hooks_of(param.parameter)):
             return (
                 f"{param.name} has a post-accumulate-grad hook, which would see the partial sum of "
                 "one replica: remove it, and act on .grad after the context"
@@ -103,4 +134,16 @@ def _unfit(unit: Unit, *, static: bool) -> str | None:
                 f"static_gradients cannot hold the fp32 sum of {param.name}, which is "
                 f"{param.parameter.dtype}: keep the parameters in fp32 (MixedPrecisionPolicy casts)"
             )
+    trained = [param for param in unit.params if param.parameter.requires_grad]
+    unsliced = [param.name for param in trained if slice_of(param.parameter) is None]
+    if static and len(unsliced) < len(trained):
+        return (
+            "static_gradients keeps whole gradients, and ReplicaShardedOptimizer has slices of "
+            "them; leave static_gradients out, or use a plain optimizer"
+        )
+    if unsliced and len(unsliced) < len(trained):
+        return (
+            f"{unsliced[0]} requires a gradient, but did not when ReplicaShardedOptimizer was made "
+            "for the unit: freeze it, or make the optimizer anew"
+        )
     return None

@@ -15,6 +15,7 @@ from mics_dtensor.bucket import Bucket, Message
 from mics_dtensor.gradient import Gradient
 from mics_dtensor.mesh import ranks_of
 from mics_dtensor.plan.traffic import buckets
+from mics_dtensor.slices import slice_of
 from mics_dtensor.upstream import Unit
 
 logger = getLogger(__name__)
@@ -37,12 +38,16 @@ class Boundary:
         self.early = early
         # In the order of the backward, last unit first, so that early buckets can leave early.
         self.gradients: dict[Unit, list[Gradient]] = {
-            unit: [Gradient(p, static) for p in unit.params if p.parameter.requires_grad]
+            unit: [
+                Gradient(p, static, slice_of(p.parameter))
+                for p in unit.params
+                if p.parameter.requires_grad
+            ]
             for unit in reversed(units)
         }
         self.buckets = self._fill(bucket_size_bytes)
         self.left: dict[Gradient, bool] = {}  # by gradients of launched buckets: was it there
-        self.may_leave = False  # early: every rank is in its last micro-step
+        self.may_leave = False  # early, and in the last micro-step
 
     def __iter__(self) -> Iterator[Gradient]:
         for gradients in self.gradients.values():
@@ -55,16 +60,11 @@ class Boundary:
             for gradient in bucket.gradients:
                 gradient.set_aside(static_scale=bucket.divisor / num_replicas)
 
-    def begin_micro_step(self, *, last_of: int | None) -> None:
-        """Count arrivals anew. Before buckets may leave early, all ranks agree that it is the last.
-
-        Collective in the last micro-step, if early; raises AccumulationError as `finish` does.
-        """
+    def begin_micro_step(self, *, last: bool) -> None:
+        """Count arrivals anew; in the last micro-step buckets may leave early."""
         for gradient in self:
             gradient.expected, gradient.arrivals = max(1, gradient.arrivals), 0
-        if self.early and last_of is not None:
-            self._agree([], num_micro_steps=last_of, problem=None)
-            self.may_leave = True
+        self.may_leave = self.early and last
 
     def foresee(self, unit: Unit) -> None:
         """FSDP2 is about to reduce the gradients of `unit`, or to find that it has none."""
@@ -91,15 +91,12 @@ class Boundary:
         on every rank if one has a `problem`, and CommunicationError if a message fails; in both
         cases no `.grad` holds anything of this step.
         """
-        if self.early:
-            if not self.may_leave:
-                self.begin_micro_step(last_of=num_micro_steps)
-            while (bucket := self._next_bucket()) is not None:
-                self._launch(bucket)  # on every replica before the next agreement
+        while self.early and (bucket := self._next_bucket()) is not None:
+            self._launch(bucket)  # on every replica all buckets come before the agreement
         had = {g: self.left.get(g, g.is_present) for g in self}
         more = {g: g.is_present for g in self.left}
         self._agree([had, more], num_micro_steps=num_micro_steps, problem=problem)
-        deltas = []
+        deltas: list[Bucket] = []
         for bucket in self.buckets:
             wanted = [had[gradient] for gradient in bucket.gradients]
             if bucket.gradients[0] in self.left:
@@ -112,9 +109,10 @@ class Boundary:
                 bucket.launch(self.message)
         for delta in deltas:
             delta.launch(self.message)
-        for bucket in (*self.buckets, *deltas):
+        self.buckets += deltas  # in flight like the others, should one fail
+        for bucket in self.buckets:
             bucket.wait()
-        for bucket in (*self.buckets, *deltas):
+        for bucket in self.buckets:
             bucket.land()
         for gradient in self:
             gradient.settle(present=had[gradient])
@@ -131,7 +129,8 @@ class Boundary:
             gradient.abandon()
 
     def _next_bucket(self) -> Bucket | None:
-        return next((b for b in self.buckets if b.gradients[0] not in self.left), None)
+        sent = (bucket for bucket in self.buckets if bucket.group is not None)
+        return next((bucket for bucket in sent if bucket.gradients[0] not in self.left), None)
 
     def _launch(self, bucket: Bucket) -> None:
         self.left |= {gradient: gradient.is_present for gradient in bucket.gradients}
@@ -169,7 +168,8 @@ class Boundary:
                 dtype = self.message.dtype_for(unit)
                 root = unit.root_id if self.early else unit.part
                 key = (ranks_of(unit.replicate_group), dtype, divisor_of(unit), root, unit.device)
-                alike.setdefault(key, []).append(unit)
+                sliced = gradients[0].slice is not None
+                alike.setdefault((*key, sliced), []).append(unit)
         filled: list[Bucket] = []
         for units in alike.values():
             dtype = self.message.dtype_for(units[0])

@@ -6,35 +6,87 @@ lies; only buckets of several units, or of another dtype, are copied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from mics_dtensor.gradient import Gradient
+from mics_dtensor.mesh import Ranks, Stages, ranks_of
+from mics_dtensor.slices import Range, SlicesSent
 from mics_dtensor.stage import stage
-from mics_dtensor.upstream import Unit
+from mics_dtensor.upstream import Unit, all_gather, reduce_scatter
+
+
+class Sent(Protocol):
+    """A message on its way."""
+
+    def wait(self) -> object:
+        """Until it is here (on CUDA: until the current stream may use it)."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """What a bucket is while it crosses the replicas: one asynchronous all-reduce, a sum.
+    """What a bucket is while it crosses the replicas: an asynchronous sum; where optimizer states
+    are sharded over the replicas, a reduce-scatter.
 
-    `dtype` None is the unit's reduce dtype: what plain HSDP would send.
+    `dtype` None is the unit's reduce dtype: what plain HSDP would send. `stages` are those of the
+    replication groups with several ranks in a node, by their ranks: there a flat all-reduce would
+    send (R - 1)/R of the message over each edge between nodes, where (n - 1)/n suffices.
     """
 
     dtype: torch.dtype | None = None
+    stages: Mapping[Ranks, Stages] = field(default_factory=dict)
 
     def dtype_for(self, unit: Unit) -> torch.dtype:
         """The dtype on the wire."""
         return self.dtype or unit.reduce_dtype
 
-    def send(self, flat: torch.Tensor, *, group: dist.ProcessGroup) -> dist.Work:
-        """Start; `flat` holds the sum when the work is done. Collective over `group`."""
+    def send(
+        self, flat: torch.Tensor, *, group: dist.ProcessGroup, cuts: Sequence[Sequence[Range]] = ()
+    ) -> Sent:
+        """Start; `flat` holds the sum once it has been waited for. Collective over `group`.
+
+        With `cuts`, the ranges of each replica, it holds the sum in those of this one, else zeros.
+        """
+        stages = self.stages.get(ranks_of(group))
+        if cuts:
+            return SlicesSent(flat, cuts, group=group, stages=stages)
+        if stages is not None:
+            return HierarchicalSum(flat, stages)
         work: dist.Work = dist.all_reduce(flat, group=group, async_op=True)
         return work
+
+
+class HierarchicalSum:
+    """An all-reduce that crosses nodes with what each node has already summed. Collective.
+
+    1. within_node: the ranks of a node reduce; each holds its part of the node's sum.
+    2. across_nodes: each part is all-reduced with its peers in the other nodes, in flight from
+       here until `wait`.
+    3. within_node: the parts come together again.
+    """
+
+    def __init__(self, flat: torch.Tensor, stages: Stages) -> None:
+        self._flat, self._within_node = flat, stages.within_node
+        num_parts = stages.within_node.size()
+        padding = -flat.numel() % num_parts
+        self._padded = torch.cat([flat, flat.new_zeros(padding)]) if padding else flat
+        self._part = flat.new_empty(self._padded.numel() // num_parts)
+        reduce_scatter(self._part, self._padded, group=stages.within_node)  # fast link
+        self._work: dist.Work = dist.all_reduce(
+            self._part, group=stages.across_nodes, async_op=True
+        )  # slow link: 2 (n - 1)/n of a part
+
+    def wait(self) -> None:
+        """Until `flat` holds the sum (on CUDA: until the current stream may use it)."""
+        self._work.wait()
+        all_gather(self._padded, self._part, group=self._within_node)  # fast link
+        if self._padded is not self._flat:
+            self._flat.copy_(self._padded[: self._flat.numel()])
 
 
 @dataclass(eq=False)
@@ -49,7 +101,7 @@ class Bucket:
     group: dist.ProcessGroup | None  # None where there is one replica: nothing is sent
     flat: torch.Tensor | None = None  # from launch to landing
     pieces: list[torch.Tensor] = field(default_factory=list)  # of `flat`, one a gradient
-    work: dist.Work | None = None
+    work: Sent | None = None
 
     @torch.no_grad()
     def launch(self, message: Message) -> None:
@@ -59,6 +111,12 @@ class Bucket:
         hook, the default one after the backward. `flat` is held until it has landed.
         """
         values: list[torch.Tensor | None] = [gradient.take() for gradient in self.gradients]
+        if self.group is None:  # nothing is sent, so nothing is put together
+            places = zip(values, self.gradients, strict=True)
+            self.pieces = [
+                v if v is not None else torch.zeros_like(g.param.local) for v, g in places
+            ]
+            return
         self.flat = self._as_it_lies(values)
         if self.flat is not None:
             self.pieces = [value for value in values if value is not None]
@@ -72,9 +130,9 @@ class Bucket:
                     piece.copy_(value.reshape(-1))
         if self.dtype == torch.float16:
             self.flat.div_(self.divisor)  # before the sum, which could overflow
-        if self.group is not None and self.flat.numel():
+        if self.flat.numel():
             with stage("second hop", self.names, self.group) as group:
-                self.work = message.send(self.flat, group=group)
+                self.work = message.send(self.flat, group=group, cuts=self._cuts(group.size()))
 
     def wait(self) -> None:
         """Until the sum is here (on CUDA: until the current stream may use it)."""
@@ -86,10 +144,9 @@ class Bucket:
     @torch.no_grad()
     def land(self) -> None:
         """Scale, and give every gradient its piece."""
-        if self.flat is None:
-            return
-        if self.divisor != 1 and self.dtype != torch.float16:
-            self.flat.div_(self.divisor)
+        if self.divisor != 1 and (self.flat is None or self.dtype != torch.float16):
+            for whole in self.pieces if self.flat is None else [self.flat]:
+                whole.div_(self.divisor)
         for gradient, piece in zip(self.gradients, self.pieces, strict=True):
             gradient.put(piece)
         self.flat, self.pieces = None, []
@@ -116,6 +173,17 @@ class Bucket:
             ):
                 return None
         return torch.as_strided(first, (end,), (1,), offset)
+
+    def _cuts(self, num_replicas: int) -> list[list[Range]]:
+        """By replica, the ranges of the message that are its own; none where all is everyone's."""
+        starts, _ = self._places()
+        cuts: list[list[Range]] = [[] for _ in range(num_replicas)]
+        for at, gradient in zip(starts, self.gradients, strict=True):
+            if gradient.slice is None:
+                return []
+            for its, (start, end) in zip(cuts, gradient.slice.ranges, strict=True):
+                its.append((at + start, at + end))
+        return cuts
 
     def _places(self) -> tuple[list[int], int]:
         """Where each gradient starts in the message, and where the last ends.

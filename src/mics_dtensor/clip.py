@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import inf
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from mics_dtensor.accumulate import refuse_partial_sums
 from mics_dtensor.errors import ConfigError
+from mics_dtensor.slices import Slice, is_partial, slice_of
 from mics_dtensor.upstream import local_of, norms_of, scale_
 
 Axes = tuple[DeviceMesh, tuple[int, ...]] | None  # of which a gradient is sharded over these axes
@@ -27,11 +29,12 @@ def clip_grad_norm_(
     """Scale gradients in place so that their norm is at most `max_norm`; returns the norm before.
 
     The norm is that of one process, whatever meshes the parameters are on: shards are summed over
-    the axes that shard them, and replicas counted once. Collective over those axes: every rank that
-    holds the parameters calls it. Raises AccumulationError before the last micro-step of an open
-    gradient_accumulation has ended, ConfigError for a norm_type that is not above 0, and
-    RuntimeError for a norm that is not finite if asked to; the gradients are then unchanged.
-    Norms of gradients narrower than fp32 are fp32.
+    the axes that shard them, and replicas counted once; where each replica has a slice of the
+    gradient (ReplicaShardedOptimizer), slices are summed as shards are. Only scalars are sent.
+    Collective over those axes: every rank that holds the parameters calls it. Raises
+    AccumulationError before the last micro-step of an open gradient_accumulation has ended,
+    ConfigError for a norm_type that is not above 0, and RuntimeError for a norm that is not finite
+    if asked to; the gradients are then unchanged. Norms of gradients narrower than fp32 are fp32.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm = total_norm(parameters, norm_type=norm_type, foreach=foreach)
@@ -55,7 +58,13 @@ def total_norm(
     groups: dict[Axes, list[torch.Tensor]] = {}
     for parameter in parameters:  # with and without gradient: all ranks reduce over the same axes
         groups.setdefault(_sharded_axes(parameter), [])
-        if parameter.grad is not None:
+        its_slice = slice_of(parameter)
+        if its_slice is not None:
+            groups.setdefault(_sharded_axes(parameter, over_slices=its_slice), [])
+        if its_slice is not None and is_partial(parameter.grad, its_slice.axis):
+            axes = _sharded_axes(parameter, over_slices=its_slice)
+            groups[axes].append(its_slice.of(local_of(cast("torch.Tensor", parameter.grad))))
+        elif parameter.grad is not None:
             gradient = _without_partial_sums(parameter.grad)
             groups.setdefault(_sharded_axes(gradient), []).append(local_of(gradient))
     device = next((local_of(p).device for p in parameters), torch.device("cpu"))
@@ -90,13 +99,19 @@ def clip_with_norm_(
             scale_(gradients, factor.to(device), foreach=foreach)
 
 
-def _sharded_axes(tensor: torch.Tensor) -> Axes:
+def _sharded_axes(tensor: torch.Tensor, *, over_slices: Slice | None = None) -> Axes:
+    """The axes that shard a tensor; with its slice, the one over the replicas too."""
     if not isinstance(tensor, DTensor):
         return None
+    axis_of_slices = None if over_slices is None else over_slices.axis
     # Not `is_shard()`: it is False of the strided shards that FSDP2 makes of what tensor parallel
     # has split before.
     at = enumerate(tensor.placements)
-    sharded = (axis for axis, its in at if not (its.is_replicate() or its.is_partial()))
+    sharded = (
+        axis
+        for axis, its in at
+        if axis == axis_of_slices or not (its.is_replicate() or its.is_partial())
+    )
     return tensor.device_mesh, tuple(sharded)
 
 

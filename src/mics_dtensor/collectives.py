@@ -16,7 +16,7 @@ Work of the second stage, which the caller waits for, holds it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -24,15 +24,7 @@ import torch.distributed as dist
 
 from mics_dtensor.mesh import Stages, ranks_of
 from mics_dtensor.stage import StageWork, stage
-from mics_dtensor.upstream import AllGather, ReduceScatter, coalescing
-
-_Collective = Callable[..., dist.Work | None]
-_all_gather: _Collective
-_reduce_scatter: _Collective
-if hasattr(dist, "all_gather_single"):  # the names of torch >= 2.13
-    _all_gather, _reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
-else:
-    _all_gather, _reduce_scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+from mics_dtensor.upstream import AllGather, ReduceScatter, all_gather, coalescing, reduce_scatter
 
 
 class HierarchicalAllGather(AllGather):
@@ -67,7 +59,7 @@ class HierarchicalAllGather(AllGather):
         """Gather. Collective over `group`, which need not be the very object of the stages."""
         if not _same_ranks(group, self.stages):
             with stage("gather", self.unit, group):
-                work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+                work = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
             return _named(work, ("gather", self.unit, group))
         with _own_stream(input_tensor.device, wanted=async_op):
             return self._gather(output_tensor, input_tensor, async_op=async_op)
@@ -78,20 +70,20 @@ class HierarchicalAllGather(AllGather):
         num_nodes = self.stages.num_nodes
         staged = input_tensor.new_empty(num_nodes * input_tensor.numel())  # [node, shard]
         with stage("gather between nodes", self.unit, self.stages.across_nodes):
-            _all_gather(staged, input_tensor, group=self.stages.across_nodes)  # slow: n - 1 shards
+            all_gather(staged, input_tensor, group=self.stages.across_nodes)  # slow: n - 1 shards
         second = ("gather within the node", self.unit, self.stages.within_node)
         with stage(*second) as within_node:
             blocks = zip(_cut(output_tensor, num_nodes), _cut(staged, num_nodes), strict=True)
             if not _is_gloo(within_node):
                 with coalescing(within_node, async_op=async_op) as launched:
                     for block, shard in blocks:
-                        _all_gather(block, shard, group=within_node, async_op=async_op)
+                        all_gather(block, shard, group=within_node, async_op=async_op)
                 work = launched.works[-1] if async_op else None
             else:
                 *first, last = blocks  # each [local, shard] of one node, over the fast link
                 for block, shard in first:
-                    _all_gather(block, shard, group=within_node)
-                work = _all_gather(*last, group=within_node, async_op=async_op)
+                    all_gather(block, shard, group=within_node)
+                work = all_gather(*last, group=within_node, async_op=async_op)
         return _named(work, second, staged)
 
 
@@ -128,7 +120,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         """Reduce. Collective over `group`, which need not be the very object of the stages."""
         if not _same_ranks(group, self.stages):
             with stage("reduce", self.unit, group):
-                work = _reduce_scatter(
+                work = reduce_scatter(
                     output_tensor, input_tensor, group=group, op=op, async_op=async_op
                 )
             return _named(work, ("reduce", self.unit, group))
@@ -150,15 +142,15 @@ class HierarchicalReduceScatter(ReduceScatter):
             if not _is_gloo(within_node):
                 with coalescing(within_node, async_op=False):
                     for shard, block in blocks:
-                        _reduce_scatter(shard, block, group=within_node, op=op)
+                        reduce_scatter(shard, block, group=within_node, op=op)
             else:
                 for shard, block in blocks:  # from [local, shard] of one node, over the fast link
-                    _reduce_scatter(shard, block, group=within_node, op=op)
+                    reduce_scatter(shard, block, group=within_node, op=op)
         once_more = dist.ReduceOp.SUM if op == dist.ReduceOp.PREMUL_SUM else op
         second = ("reduce between nodes", self.unit, self.stages.across_nodes)
         with stage(*second) as across_nodes:
             if not _is_gloo(across_nodes):
-                work = _reduce_scatter(
+                work = reduce_scatter(
                     output_tensor, staged, group=across_nodes, op=once_more, async_op=async_op
                 )
             else:

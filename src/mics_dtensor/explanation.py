@@ -11,9 +11,10 @@ from torch import nn
 from mics_dtensor.collectives import HierarchicalAllGather
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.layout import GroupShape
-from mics_dtensor.mesh import node_blocks, ranks_of
+from mics_dtensor.mesh import hop_stages_of, node_blocks, ranks_of
 from mics_dtensor.plan.comparison import Comparison
 from mics_dtensor.plan.traffic import BUCKET_SIZE_BYTES, Options, Unit
+from mics_dtensor.slices import slice_of
 from mics_dtensor.topology import Topology
 from mics_dtensor.upstream import ShardedParameter, units_of
 from mics_dtensor.upstream import Unit as FsdpUnit
@@ -30,7 +31,8 @@ def explain(
 ) -> Comparison:
     """Per FSDP unit: groups, stages, bytes per micro-step and per step on each link.
 
-    Reads the model as it stands: its groups, its collectives, its policies. `topology` is the one
+    Reads the model as it stands: its groups, its collectives, its policies, and whether a
+    ReplicaShardedOptimizer has cut it into slices. `topology` is the one
     given to apply_mics; say it here for a model that has not been through apply_mics. The next two
     are those of `gradient_accumulation`; `two_hop=False` tells of a loop without it. No
     communication; any rank may call it alone. Of a pipeline it counts the stages of this rank, as
@@ -46,9 +48,10 @@ def explain(
     units = units_of(parts)
     described = tuple(_describe(unit, topology, second_hop_dtype) for unit in units)
     backend = dist.get_backend() if dist.is_initialized() else "nccl"
+    in_stages = any(isinstance(unit.all_gather, HierarchicalAllGather) for unit in units)
     options = Options(
         num_micro_steps=num_micro_steps,
-        hierarchical=any(isinstance(unit.all_gather, HierarchicalAllGather) for unit in units),
+        hierarchical=in_stages or bool(hop_stages_of(parts)),
         bucket_size_bytes=bucket_size_bytes,
         two_hop=two_hop,
         backend="gloo" if backend == "gloo" else "nccl",
@@ -72,7 +75,14 @@ def _describe(unit: FsdpUnit, topology: Topology, hop: torch.dtype | None) -> Un
         gather_itemsize=unit.gather_dtype.itemsize,
         reduce_itemsize=unit.reduce_dtype.itemsize,
         hop_itemsize=(hop or unit.reduce_dtype).itemsize,
+        update_itemsize=_update_itemsize(unit),
     )
+
+
+def _update_itemsize(unit: FsdpUnit) -> int | None:
+    """Of a shard, where ReplicaShardedOptimizer has cut the unit into slices."""
+    sliced = [p.parameter for p in unit.params if slice_of(p.parameter) is not None]
+    return sliced[0].dtype.itemsize if sliced else None
 
 
 def _sharded_first(param: ShardedParameter) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch.distributed.tensor import DTensor
 
+from mics_dtensor.slices import Slice
 from mics_dtensor.upstream import ShardedParameter, local_of
 
 
@@ -22,6 +23,7 @@ class Gradient:
 
     param: ShardedParameter
     static: bool = False
+    slice: Slice | None = None  # where this replica gets only its own part of the sum
     total: torch.Tensor | None = None  # fp32; one shard more in memory
     aside: DTensor | None = None  # found at entry: already reduced, added at the end
     arrivals: int = 0  # in this micro-step; every backward that reduces is one
@@ -36,23 +38,23 @@ class Gradient:
 
     @property
     def is_present(self) -> bool:
-        """Whether this rank had a part in the sum that has not left.
-
-        In static mode it has wherever there is a gradient: the replay of a graph tells us nothing.
-        """
-        return self.param.parameter.grad is not None if self.static else self.is_used
+        """Whether this rank had a part in the sum that has not left."""
+        return self.is_used
 
     def set_aside(self, *, static_scale: float) -> None:
         """At entry: what is there counts as already reduced, and is not to be reduced again."""
         parameter = self.param.parameter
         if self.static and parameter.grad is not None:
             local_of(parameter.grad).mul_(static_scale)  # the hop will undo it
+            self.is_used = True  # the replay of a graph would not tell us
         elif not self.static:
             self.aside = cast("DTensor | None", parameter.grad)
             parameter.grad = None
 
     def foresee(self, *, counts_unused: bool) -> None:
         """Before FSDP2 reduces the unit: has a backward of this rank used the parameter?"""
+        if self.slice is not None:
+            self.slice.accept_gradient_dtype()
         used = counts_unused or self.param.has_unreduced_gradient()
         self.is_used, self.is_filler = self.is_used or used, not used
 
@@ -72,24 +74,31 @@ class Gradient:
         self.is_used = False
         if not self.static:
             self.total = self.param.parameter.grad = None
-        return local_of(gradient) if total is None and gradient is not None else total
+        if total is None or gradient is None:
+            return total if gradient is None else local_of(gradient)
+        return total.add_(local_of(gradient))  # a `.grad` that somebody wrote beside the sum
 
     def put(self, reduced: torch.Tensor) -> None:
         """Store what the second hop brought (1-D), beside what was set aside or put before."""
         parameter, local = self.param.parameter, self.param.local
         reduced = reduced.view(local.shape).to(local.device)
         there = self.aside if self.aside is not None else parameter.grad
-        if there is None:
+        if self.slice is not None and there is not None:
+            there = self.slice.own(cast("DTensor", there))
+        if there is None and self.slice is not None:
+            parameter.grad = self.slice.as_gradient(reduced)
+        elif there is None:
             parameter.grad = self.param.as_gradient(reduced.to(local.dtype))
         elif self.static:
-            local_of(there).copy_(reduced)  # onto itself where it was sent as it lay
+            if local_of(there).data_ptr() != reduced.data_ptr():  # it was not sent as it lay
+                local_of(there).copy_(reduced)
         else:
             local_of(there).add_(reduced)
             parameter.grad, self.aside = there, None
 
     def settle(self, *, present: bool) -> None:
         """At the end: where no rank used the parameter, only what was set aside is left."""
-        if not self.static and not present:
+        if not present:
             self.param.parameter.grad = None
         self.total = None
         if self.aside is not None:

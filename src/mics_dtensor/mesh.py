@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,18 +87,32 @@ def node_blocks(ranks: Ranks, topology: Topology) -> list[Ranks]:
     return [tuple(block) for block in blocks]
 
 
-def make_stages(
-    shard_groups: Sequence[Ranks], topology: Topology, *, device_type: str
-) -> dict[Ranks, Stages]:
-    """The stages of every shard group of this rank that spans nodes.
+def remember_hop_stages(parts: Iterable[object], stages: Mapping[Ranks, Stages]) -> None:
+    """Keep with a model (its parts) the stages of its replication groups, for the second hop."""
+    for part in parts:
+        object.__setattr__(part, "mics_hop_stages", dict(stages))
 
-    `shard_groups` lists those of the whole world, each once, in the same order on every rank.
+
+def hop_stages_of(parts: Iterable[object]) -> dict[Ranks, Stages]:
+    """What `remember_hop_stages` kept."""
+    found: dict[Ranks, Stages] = {}
+    for part in parts:
+        found |= getattr(part, "mics_hop_stages", {})
+    return found
+
+
+def make_stages(
+    groups: Sequence[Ranks], topology: Topology, *, device_type: str
+) -> dict[Ranks, Stages]:
+    """The stages of every group of this rank that spans nodes with several ranks in each.
+
+    `groups` lists those of the whole world, each once, in the same order on every rank.
     Collective: every rank of the world calls it; each sub-group is made by all, in this order,
     with the timeout of the world's group. A group of one rank a node needs no stages.
     """
     rank, timeout = dist.get_rank(), timeout_of(dist.group.WORLD, device_type)
     stages: dict[Ranks, Stages] = {}
-    for ranks in shard_groups:
+    for ranks in groups:
         blocks = node_blocks(ranks, topology)  # [node][local]
         if len(blocks) == 1 or len(blocks[0]) == 1:
             continue

@@ -25,7 +25,7 @@ Body = Callable[[Any], None]
 class LivingRanks:
     """`world_size` forked gloo ranks that call `body(case)`; started when first needed."""
 
-    def __init__(self, world_size: int, body: Body, *, timeout_s: float = 20.0) -> None:
+    def __init__(self, world_size: int, body: Body, *, timeout_s: float = 60.0) -> None:
         self.world_size = world_size
         self.num_worlds = 0
         self._body = body

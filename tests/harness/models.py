@@ -82,7 +82,7 @@ class Sharding:
     reduce_dtype: torch.dtype | None = None
     divide_factor: float | None = None
     force_sum: bool = False
-    reshard: bool | int = True
+    reshard: bool | int | None = True
 
     @property
     def divisor(self) -> float:

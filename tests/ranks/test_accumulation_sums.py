@@ -178,6 +178,13 @@ def test_ranks_that_use_different_parameters() -> None:
             check(units, Sharding(), mesh, plans, **options)
             narrow = Sharding(reduce_dtype=torch.float32)
             check(units, narrow, mesh, plans, dtype=torch.bfloat16, **options)
+    # A unit that one replica sends as FSDP2 laid it out, padding and all, and the other as zeros.
+    two = {"u": {"a": (5, 3), "b": (7,)}, "v": {"c": (3,), "d": (5,)}}
+    padded: dict[str, Plan] = {
+        "by replica": lambda r, _: {"u.a": 8.0, "u.b": 8.0} if r < 2 else {"v.c": 8.0, "v.d": 16.0},
+    }
+    check(two, Sharding(), mesh, padded, bucket_size_bytes=1)
+    check(two, Sharding(), mesh, padded, **OVERLAP)
     whole_unit: dict[str, Plan] = {
         "by replica": lambda r, _: {"u.a": 8.0, "v.b": 8.0} if r < 2 else {"w.c": 16.0},
     }

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._checkpointable as _checkpointable
 from harness.ranks import ranks
 from harness.sharded import batch, mesh_of, shard, stack, whole
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_collectives, _fsdp_common
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 UPSTREAM = Path(__file__).parents[2] / "src" / "mics_dtensor" / "upstream"
 HAS_SEVERAL_GROUPS = hasattr(_fsdp_common, "ShardPlacementResult")  # torch >= 2.13
@@ -140,6 +142,7 @@ class Canaries:
         assert not state_of(self.model)._auto_reshard_after_forward
         smaller = group_of(shard(stack(), mesh_of(1, 4), reshard_after_forward=2).layers[0])
         assert smaller.post_forward_mesh_info.shard_process_group.size() == 2
+        assert callable(smaller.fsdp_params[0]._init_sharded_post_forward_param_metadata)
 
     def device_mp_policy_gradient_divide_factor(self) -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -234,6 +237,32 @@ class Canaries:
         group = dist.new_group(timeout=timedelta(seconds=17))
         options = group._get_backend(torch.device("cpu")).options
         assert options._timeout == timedelta(seconds=17)
+        assert hasattr(dist, "set_timeout") or callable(dist.distributed_c10d._set_pg_timeout)
+
+    def init_sharded_post_forward_param_metadata_is_dtensor(self) -> None:
+        """`_init_sharded_post_forward_param_metadata` cuts as torch's own integer reshard does."""
+        from mics_dtensor.upstream import reshard_after_forward_over, units_of
+
+        def held(model: Any) -> list[tuple[int, ...]]:
+            output = model(batch(0)).sum()
+            shapes = [tuple(p.shape) for p in model.layers[0].parameters()]
+            output.backward()
+            return shapes
+
+        model: Any = shard(stack(), mesh_of(1, 4))
+        for unit in units_of(model):
+            assert not any(p.fsdp.is_dtensor for p in unit.params)
+            reshard_after_forward_over(unit, mesh_of(2, 2))
+        assert held(model) == held(shard(stack(), mesh_of(1, 4), reshard_after_forward=2))
+
+    def set_pg_timeout(self) -> None:
+        """`_set_pg_timeout` of 2.11 and 2.13; 2.14 has it as dist.set_timeout."""
+        from mics_dtensor.upstream import set_timeout
+
+        group = dist.new_group(timeout=timedelta(seconds=17))
+        set_timeout(timedelta(seconds=19), group)
+        options = group._get_backend(torch.device("cpu")).options
+        assert options._timeout == timedelta(seconds=19)
 
     def coalescing_manager(self) -> None:
         """Gloo has none, which is why collectives.py goes block by block there."""
@@ -246,6 +275,63 @@ class Canaries:
         (norm,) = torch._foreach_norm([tensors[0]], 2.0, dtype=torch.float32)
         assert norm.dtype == torch.float32
         assert torch.isclose(norm, torch.tensor(3.0).sqrt())
+
+    def sharding_spec_and_place_of_a_shard(self) -> None:
+        """Of storage.py: a shard's mesh, and where it lies in the whole tensor."""
+        weight = self.layer.linear.weight
+        assert self.param._sharding_spec.mesh.shape == (2, 2)
+        sizes, offsets = compute_local_shape_and_global_offset(
+            weight.shape, weight.device_mesh, weight.placements
+        )
+        assert tuple(sizes) == tuple(weight._local_tensor.shape)
+        assert tuple(offsets) == (dist.get_rank() % 2 * 3, 0)
+
+    def partial_gradient_is_added_to_locally(self) -> None:
+        """FSDP2 adds a whole gradient to the local part, then calls the hooks on the parameter."""
+        bias = self.model.head.bias
+        local = torch.ones_like(bias._local_tensor)
+        spec = bias.placements
+        bias.grad = DTensor.from_local(
+            local, bias.device_mesh, [Partial(), *spec[1:]], shape=bias.shape, stride=(1,)
+        )
+        self.model(batch(0)).sum().backward()
+        assert bias.grad.placements[0].is_partial()
+        assert torch.equal(bias.grad._local_tensor, torch.full_like(local, 4.0))
+
+    def orig_dtype_grad_dtype(self) -> None:
+        """What FSDP2 rounds a reduced gradient to, and what may be stored beside a bf16 one."""
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        model: Any = shard(stack().bfloat16(), mesh_of(2, 2), mp_policy=policy)
+        model(batch(0).bfloat16())
+        assert group_of(model)._orig_dtype == torch.bfloat16
+        group_of(model)._orig_dtype = torch.float32
+        shards = [param.sharded_param for param in group_of(model).fsdp_params]
+        for parameter in shards:
+            parameter.grad_dtype = None
+        model(batch(0).bfloat16()).sum().backward()
+        assert {p.grad._local_tensor.dtype for p in shards} == {torch.float32}
+        assert {p.dtype for p in shards} == {torch.bfloat16}
+
+    def optimizer_load_state_dict_hooks(self) -> None:
+        """_optimizer_load_state_dict_pre_hooks and _optimizer_load_state_dict_post_hooks."""
+        optimizer = torch.optim.SGD(self.model.parameters())
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: state)
+        optimizer.register_load_state_dict_post_hook(lambda _: None)
+        assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
+        assert len(optimizer._optimizer_load_state_dict_post_hooks) == 1
+
+    def make_wrapper_subclass_and_to_copy(self) -> None:
+        """A piece is copied as savers copy: _to_copy, detach, clone. DCP's hooks are on it."""
+        from mics_dtensor.upstream import Piece
+
+        piece = torch.Tensor._make_wrapper_subclass(Piece, (4, 3), dtype=torch.float32)
+        assert piece.shape == (4, 3)
+        piece = Piece.of(torch.arange(4.0), (4, 3), [((1, 1), (1, 2)), ((2, 0), (1, 2))])
+        copy = piece.detach().clone().to(torch.bfloat16)
+        assert isinstance(copy, Piece)
+        assert copy.flat.dtype == torch.bfloat16
+        assert copy.boxes == piece.boxes
+        assert isinstance(piece, _checkpointable._Checkpointable)
 
 
 @ranks(4, timeout_s=100)

@@ -115,7 +115,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     assert all(name in said for name in names), said
 
 
-@pytest.mark.parametrize("name", ["optimizer_over_replicas", "master_weights"])
+@pytest.mark.parametrize("name", ["master_weights"])
 def test_keys_to_come_are_refused_only_when_switched_on(write: Write, name: str) -> None:
     assert "not yet" in refusal(write(f"[mics]\n{name} = true\n"))
     loaded(write(f"[mics]\n{name} = false\n"))

@@ -197,7 +197,7 @@ schema = 1
 [cluster]
 name = "ours"
 device = "H100"
-ranks_per_node = 8
+ranks_per_node = 4
 peak_flops_per_s = 989e12
 product_share = 0.5
 memory_bytes = 80e9
@@ -217,12 +217,13 @@ shares = [[1e6, 0.2], [1e9, 1.0]]
 def test_a_cluster_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(GOOD)
-    said = json.loads(planned(capsys, "--json", "--cluster", str(path), *QUICK))
-    assert said["cluster"] == "ours"
+    of_four = (*QUICK, "--mics.ranks_per_node", "4")
+    said = json.loads(planned(capsys, "--json", "--cluster", str(path), *of_four))
+    assert said["ranks_per_node"] == 4
     assert {each["origin"] for each in said["constants"]} == {"preset", "user", "measured"}
     for old, new, message in (
         ("schema = 1", "schema = 2", "schema 2"),
-        ("ranks_per_node = 8\n", "", "ranks_per_node"),
+        ("ranks_per_node = 4\n", "", "ranks_per_node"),
         ('"measured"', '"guessed"', "preset, measured, user"),
         ("[1e9, 1.0]", "[1e9, 1.5]", "at most 1"),
         ("latency_s = 3e-6", "latency_s = -1", "latency of 0 or more"),

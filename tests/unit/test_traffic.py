@@ -110,9 +110,23 @@ def test_a_smaller_group_gathers_again() -> None:
 
 def test_one_shard_and_one_replica_send_nothing() -> None:
     unit = unit_of(layout_of(4, 2, 1), (10, 10))
-    assert step_traffic([unit], Options()).collectives == {"all_reduce": 2}
+    assert step_traffic([unit], Options(hierarchical=False)).collectives == {"all_reduce": 2}
     alone = Layout(topology=Topology.uniform(world_size=1, ranks_per_node=1), partition_size=1)
     assert step_traffic([unit_of(alone, (3, 3))], Options()).collectives == {}
+
+
+def test_a_node_of_several_replicas_crosses_with_its_sum() -> None:
+    """4 replicas on 2 nodes, 400 bytes: a flat ring sends 2 x 3/4 of them over its two edges
+    between nodes; two rings of a half each send 2 x 1/2 of a half over two edges each.
+    """
+    unit = unit_of(layout_of(4, 2, 1), (10, 10))
+    flat = by_stage(step_traffic([unit], Options(hierarchical=False)))
+    assert flat["boundary"] == (1, 2 * 600, 2 * 600)
+    ours = by_stage(step_traffic([unit], Options()))
+    assert ours["boundary between nodes"] == (1, 2 * 2 * 200, 0)
+    within = (1, 0, 2 * 2 * 200)  # nodes x edges x half the message
+    assert ours["boundary: sum within the node"] == within
+    assert ours["boundary: gather within the node"] == within
 
 
 def test_hsdp_reduces_over_the_replicas_in_every_micro_step() -> None:

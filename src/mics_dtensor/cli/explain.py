@@ -124,6 +124,9 @@ def plan_of(config: RunConfig, layout: Layout, micro_steps: int, *, backend: Any
         hop_itemsize=ITEMSIZE[
             config.mics.second_hop_dtype or config.training.mixed_precision_reduce
         ],
+        update_itemsize=(
+            ITEMSIZE[config.training.dtype] if config.mics.optimizer_over_replicas else None
+        ),
         reshard_after_forward=parallelism.fsdp_reshard_after_forward,
         node_local_backward=config.mics.node_local_backward,
         chunked_loss=num_loss_chunks(config) > 1,

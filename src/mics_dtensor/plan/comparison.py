@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mics_dtensor.layout import GroupShape
+from mics_dtensor.plan.stage import Collective
 from mics_dtensor.plan.table import render
-from mics_dtensor.plan.traffic import Collective, Options, Traffic, Unit, step_traffic
+from mics_dtensor.plan.traffic import Options, Traffic, Unit, step_traffic
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Comparison:
     @property
     def plain_hsdp(self) -> Traffic:
         """The same groups, one ring each, and an all-reduce over the replicas every micro-step."""
-        units = [replace(unit, regather=None) for unit in self.units]
+        units = [replace(unit, regather=None, update_itemsize=None) for unit in self.units]
         return step_traffic(units, self._plain)
 
     @property
@@ -70,7 +71,10 @@ def over_all_ranks(units: Sequence[Unit], *, num_nodes: int, ranks_per_node: int
     one = GroupShape(1, 1, num_nodes * ranks_per_node)
     everyone = GroupShape(num_nodes, ranks_per_node, 1)
     return [
-        replace(unit, shard=_whole(unit, everyone), replicate=one, regather=None) for unit in units
+        replace(
+            unit, shard=_whole(unit, everyone), replicate=one, regather=None, update_itemsize=None
+        )
+        for unit in units
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mics_dtensor.errors import PlanError
 from mics_dtensor.plan.cluster import Cluster, Link
-from mics_dtensor.plan.traffic import Stage
+from mics_dtensor.plan.stage import Stage
 
 
 def stage_s(stage: Stage, cluster: Cluster) -> float:

@@ -87,7 +87,7 @@ def describe(variant: Variant) -> str:
     said = [f"micro-batch {variant.micro_batch}", f"checkpointing {variant.checkpointing}"]
     said += ["hierarchical"] * variant.hierarchical
     said += ["node-local backward"] * variant.node_local_backward
-    said += ["optimizer over replicas (not offered yet)"] * variant.optimizer_over_replicas
+    said += ["optimizer over replicas"] * variant.optimizer_over_replicas
     return ", ".join(said)
 
 

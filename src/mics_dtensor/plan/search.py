@@ -179,7 +179,11 @@ def _best(
 
 
 def _units(question: Question, layout: Layout, variant: Variant) -> tuple[Unit, ...]:
-    policy = replace(question.policy, node_local_backward=variant.node_local_backward)
+    policy = replace(
+        question.policy,
+        node_local_backward=variant.node_local_backward,
+        update_itemsize=question.param_itemsize if variant.optimizer_over_replicas else None,
+    )
     return traffic_units(question.model, layout, policy)
 
 

@@ -10,7 +10,8 @@ from mics_dtensor.layout import GroupShape
 from mics_dtensor.plan.cluster import Cluster
 from mics_dtensor.plan.cost import stage_s
 from mics_dtensor.plan.shape import Checkpointing, ModelShape
-from mics_dtensor.plan.traffic import Stage, Traffic, Unit
+from mics_dtensor.plan.stage import Stage
+from mics_dtensor.plan.traffic import Traffic, Unit
 
 ADAMW_PASSES = 8
 """fp32 numbers a parameter moves: AdamW reads p, g, m, v and writes p, m, v; the norm reads g."""
@@ -157,7 +158,8 @@ REDUCES = ("reduce", "reduce within the node", "reduce between nodes")
 
 def hop_stages(traffic: Traffic) -> list[Stage]:
     """The second hop: what crosses the replicas."""
-    return [stage for stage in traffic.stages if stage.name in ("boundary", "agreement")]
+    at_the_boundary = ("boundary", "agreement", "gather of slices")
+    return [stage for stage in traffic.stages if stage.name.startswith(at_the_boundary)]
 
 
 def unit_compute_s(unit: Unit, work: Work, cluster: Cluster) -> tuple[float, float]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mics_dtensor.layout import GroupShape
-from mics_dtensor.plan.traffic import Stage, Traffic, Unit
+from mics_dtensor.plan.stage import Stage
+from mics_dtensor.plan.traffic import Traffic, Unit
 
 Row = tuple[str, ...]
 

@@ -16,8 +16,8 @@ from math import prod
 from typing import Literal
 
 from mics_dtensor.layout import GroupShape
-
-Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
+from mics_dtensor.plan.slices import sliced_hop
+from mics_dtensor.plan.stage import Collective, Stage, edges, split
 
 BUCKET_SIZE_BYTES = 25 * 2**20
 """Units smaller than this share a message at the boundary: DDP's default, until it is measured."""
@@ -34,7 +34,8 @@ class Unit:
     `frozen` those without gradients; itemsizes in bytes. `gathers` counts those of one micro-step:
     2 if the backward gathers again, in the groups `regather` where it is not the whole partition
     group that gathers then (integer reshard_after_forward). `reduces` counts the messages in which
-    its gradients go: more than one where parts of the unit are ready apart.
+    its gradients go: more than one where parts of the unit are ready apart. `update_itemsize` is
+    that of the shards where optimizer states are sharded over the replicas.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Unit:
     gather_itemsize: int = 4
     reduce_itemsize: int = 4
     hop_itemsize: int = 4
+    update_itemsize: int | None = None
 
     @property
     def numel(self) -> int:
@@ -70,25 +72,6 @@ class Options:
     two_hop: bool = True  # False: all-reduce in every micro-step, as HSDP does
     bucket_size_bytes: int = BUCKET_SIZE_BYTES
     backend: Literal["nccl", "gloo"] = "nccl"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """What one stage of one unit kind does in an optimizer step.
-
-    `calls` are those of one rank, in groups of the shape `group`; with NCCL the calls of a stage
-    inside the node are one launch of `blocks` calls.
-    """
-
-    unit: str
-    name: str
-    collective: Collective
-    group: GroupShape
-    calls: int
-    inter_node_bytes: int
-    intra_node_bytes: int
-    every_micro_step: bool
-    blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -156,7 +139,7 @@ def _gather(unit: Unit, options: Options) -> Iterator[Stage]:
     if unit.shard.size == 1:
         return
     if _is_hierarchical(unit.shard, options):
-        across, within = _split(unit.shard)
+        across, within = split(unit.shard)
         calls = times * unit.shard.num_nodes
         yield _ring(unit, "gather between nodes", "all_gather", across, shard_bytes, times)
         inside = _ring(unit, "gather within the node", "all_gather", within, shard_bytes, calls)
@@ -177,7 +160,7 @@ def _reduce(unit: Unit, options: Options) -> Iterator[Stage]:
     if not _is_hierarchical(unit.shard, options):
         stages.append(_ring(unit, "reduce", "reduce_scatter", unit.shard, shard_bytes, times))
     else:
-        across, within = _split(unit.shard)
+        across, within = split(unit.shard)
         into = times * unit.shard.num_nodes
         between: Collective = "all_to_all" if options.backend == "gloo" else "reduce_scatter"
         inside = _ring(unit, "reduce within the node", "reduce_scatter", within, shard_bytes, into)
@@ -202,7 +185,20 @@ def _boundary(units: Sequence[Unit], options: Options) -> Iterator[Stage]:
         copies = unit.replicate.num_groups // unit.shard.size  # under tensor parallel, each its own
         total = unit.hop_itemsize * unit.numel * unit.count * copies * times
         calls = messages[unit] if options.two_hop else unit.count * times
-        yield _all_reduce(unit.name, "boundary", unit.replicate, total, calls, options)
+        if options.two_hop and unit.update_itemsize is not None:
+            yield from sliced_hop(
+                unit.name,
+                unit.replicate,
+                total_bytes=total,
+                updated_bytes=total // unit.hop_itemsize * unit.update_itemsize,
+                calls=(calls, unit.count),
+                in_stages=_is_hierarchical(unit.replicate, options),
+                on_gloo=options.backend == "gloo",
+            )
+        elif options.two_hop and _is_hierarchical(unit.replicate, options):
+            yield from _all_reduce_in_stages(unit, total, calls, options)
+        else:
+            yield _all_reduce(unit.name, "boundary", unit.replicate, total, calls, options)
     if not options.two_hop:
         return
     for mesh in dict.fromkeys((unit.shard, unit.replicate) for unit in reduced):
@@ -216,39 +212,31 @@ def _boundary(units: Sequence[Unit], options: Options) -> Iterator[Stage]:
 def _messages(hopping: Sequence[Unit], options: Options) -> dict[Unit, int]:
     """Messages at the boundary, by the unit that leads them."""
     led = dict.fromkeys(hopping, 0)
-    for kind in dict.fromkeys((unit.replicate, unit.hop_itemsize) for unit in hopping):
-        alike = [unit for unit in reversed(hopping) if (unit.replicate, unit.hop_itemsize) == kind]
+    for kind in dict.fromkeys(_message_of(unit) for unit in hopping):
         backward, sizes = list[Unit](), list[int]()
-        for unit in alike:
-            backward += [unit] * unit.count
-            sizes += [unit.shard_numel() * unit.hop_itemsize] * unit.count
+        for unit in reversed(hopping):
+            if _message_of(unit) == kind:
+                backward += [unit] * unit.count
+                sizes += [unit.shard_numel() * unit.hop_itemsize] * unit.count
         for first, *_ in buckets(sizes, options.bucket_size_bytes):
             led[backward[first]] += 1
     return led
+
+
+def _message_of(unit: Unit) -> tuple[object, ...]:
+    """Units that differ in it share no message."""
+    return unit.replicate, unit.hop_itemsize, unit.update_itemsize is None
 
 
 def _is_hierarchical(shard: GroupShape, options: Options) -> bool:
     return options.hierarchical and shard.num_nodes > 1 and shard.ranks_per_node > 1
 
 
-def _split(shard: GroupShape) -> tuple[GroupShape, GroupShape]:
-    """The groups across nodes and within the node of a partition group that spans nodes."""
-    across = GroupShape(shard.num_nodes, 1, shard.num_groups * shard.ranks_per_node)
-    within = GroupShape(1, shard.ranks_per_node, shard.num_groups * shard.num_nodes)
-    return across, within
-
-
-def _edges(group: GroupShape) -> tuple[int, int]:
-    """Edges of a ring that visits a group node by node: (between nodes, inside nodes)."""
-    between = group.num_nodes if group.num_nodes > 1 else 0
-    return between, (group.size if group.size > 1 else 0) - between
-
-
 def _ring(
     unit: Unit, name: str, collective: Collective, group: GroupShape, shard_bytes: int, times: int
 ) -> Stage:
     """All-gather or reduce-scatter: over each edge of the ring go size - 1 shards."""
-    between, inside = _edges(group)
+    between, inside = edges(group)
     per_edge = (group.size - 1) * shard_bytes * group.num_groups * times
     return Stage(
         unit=unit.name,
@@ -262,11 +250,35 @@ def _ring(
     )
 
 
+def _all_reduce_in_stages(
+    unit: Unit, total_bytes: int, calls: int, options: Options
+) -> Iterator[Stage]:
+    """The second hop where nodes hold several replicas: each node's sum crosses once."""
+    across, within = split(unit.replicate)
+    inside_bytes = (within.size - 1) * total_bytes * unit.replicate.num_nodes
+    inside: tuple[tuple[str, Collective], ...] = (
+        ("boundary: sum within the node", "reduce_scatter"),
+        ("boundary: gather within the node", "all_gather"),
+    )
+    yield _all_reduce(unit.name, "boundary between nodes", across, total_bytes, calls, options)
+    for name, collective in inside:
+        yield Stage(
+            unit=unit.name,
+            name=name,
+            collective=collective,
+            group=within,
+            calls=calls,
+            inter_node_bytes=0,
+            intra_node_bytes=inside_bytes,
+            every_micro_step=False,
+        )
+
+
 def _all_reduce(
     unit: str, name: str, group: GroupShape, total_bytes: int, calls: int, options: Options
 ) -> Stage:
     """All-reduce of `total_bytes`, the messages of all groups of this shape together."""
-    between, inside = _edges(group)
+    between, inside = edges(group)
     twice = 2 * (group.size - 1) * total_bytes
     return Stage(
         unit=unit,

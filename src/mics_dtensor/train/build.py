@@ -137,6 +137,10 @@ def _optimizer(config: RunConfig) -> Any:
     groups.append(
         ParamGroupConfig(pattern=".*", optimizer_name=written.name, optimizer_kwargs=for_all)
     )
+    if config.mics.optimizer_over_replicas:
+        from mics_dtensor.train.optimizer import SlicedOptimizers
+
+        return SlicedOptimizers.Config(param_groups=groups, implementation=written.implementation)
     return OptimizersContainer.Config(param_groups=groups, implementation=written.implementation)
 
 

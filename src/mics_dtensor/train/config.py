@@ -67,7 +67,7 @@ class Mics:
         False, "what the forward gathers stays cut inside a node, for the backward"
     )
     optimizer_over_replicas: bool = key(
-        False, "shard optimizer states over the replicas", reserved=True
+        False, "shard optimizer states over the replicas: 1/R of their memory, the same training"
     )
     master_weights: bool = key(False, "fp32 copies of bf16 parameters", reserved=True)
     cluster: str | None = key(

@@ -75,7 +75,9 @@ def question(
         checkpointings=("none", "op", "full") if freedom.variants else (_checkpointing(config),),
         hierarchies=(True, False) if freedom.variants else (mics.hierarchical,),
         node_local_backwards=((False, True) if freedom.variants else (mics.node_local_backward,)),
-        optimizers_over_replicas=((False, True) if freedom.optimizer_over_replicas else (False,)),
+        optimizers_over_replicas=(
+            (False, True) if freedom.optimizer_over_replicas else (mics.optimizer_over_replicas,)
+        ),
         param_itemsize=ITEMSIZE[training.dtype],
         num_loss_chunks=num_loss_chunks(config),
         bucket_size_bytes=mics.bucket_size_bytes,

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_Collective = Callable[..., dist.Work | None]
+all_gather: _Collective
+reduce_scatter: _Collective
+if hasattr(dist, "all_gather_single"):  # the names of torch >= 2.13
+    all_gather, reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
+else:
+    all_gather, reduce_scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
 
 def coalescing(group: dist.ProcessGroup, *, async_op: bool) -> Any:

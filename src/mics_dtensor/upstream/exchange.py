@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DataParallelMeshInfo,
@@ -116,7 +117,17 @@ def _post_backward(
             for param in unit.params:  # of one dtype: FSDP2 asserts it
                 if param.has_unreduced_gradient():
                     param.fsdp.to_accumulated_grad_if_needed()
-    then(*unused)
+    trained = [param for param in unit.params if param.parameter.requires_grad]
+    if not any(param.parameter.grad_dtype is None for param in trained):
+        then(*unused)
+        return
+    # Some optimizer takes gradients wider than the parameters: FSDP2 is not to round them before
+    # they are added up. Set each time, since unshard() sets it back.
+    narrow, group._orig_dtype = group._orig_dtype, torch.float32
+    try:
+        then(*unused)
+    finally:
+        group._orig_dtype = narrow
 
 
 def reset_after_exception(units: Sequence[Unit]) -> None:

@@ -66,11 +66,6 @@ class ShardedParameter:
         gradient: DTensor = self.fsdp.to_sharded_dtensor(local)
         return gradient
 
-    @property
-    def has_post_accumulate_hooks(self) -> bool:
-        """Whether somebody registered a post-accumulate-grad hook (optimizer in backward)."""
-        return bool(getattr(self.parameter, "_post_accumulate_grad_hooks", None))
-
     def on_arrival(self, call: Callable[[], None]) -> Callable[[], None]:
         """Call back whenever FSDP2 has added a reduced gradient to `.grad`; returns the undoing."""
         parameter: Any = self.parameter  # torch gives the method no types

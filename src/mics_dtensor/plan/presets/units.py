@@ -22,6 +22,7 @@ class Policy:
     gather_itemsize: int = 2
     reduce_itemsize: int = 4
     hop_itemsize: int = 4
+    update_itemsize: int | None = None
     reshard_after_forward: str = "default"
     node_local_backward: bool = False
     chunked_loss: bool = True
@@ -42,6 +43,7 @@ def traffic_units(preset: Preset, layout: Layout, policy: Policy) -> tuple[Unit,
             gather_itemsize=policy.gather_itemsize,
             reduce_itemsize=policy.reduce_itemsize,
             hop_itemsize=policy.hop_itemsize,
+            update_itemsize=policy.update_itemsize,
             reduces=_reduces(unit, policy),
         )
         for unit in preset.units

@@ -1,0 +1,1 @@
+"""Adapters to other libraries, each run in an environment of its own."""

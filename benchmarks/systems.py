@@ -1,0 +1,126 @@
+"""The systems beside each other: how each shards, reduces and accumulates."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from benchmarks.bound import bound_of_stages
+from benchmarks.phases import Phases
+from benchmarks.stages import counted_stages
+from benchmarks.workload import Linears
+from mics_dtensor import (
+    Layout,
+    Topology,
+    apply_mics,
+    clip_grad_norm_,
+    explain,
+    gradient_accumulation,
+    init_mesh,
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a system trains. Its `configuration` stands in the results file."""
+
+    over_all_ranks: bool = False  # plain FSDP2 on a one-axis mesh
+    hierarchical: bool = False
+    two_hop: bool = False  # False: FSDP2 all-reduces in every micro-step
+
+    @property
+    def configuration(self) -> dict[str, object]:
+        """In words that its own documentation uses."""
+        if self.over_all_ranks:
+            return {"fully_shard": "mesh of one axis over all ranks", "reshard_after_forward": True}
+        return {
+            "fully_shard": "mesh (replicate, shard)",
+            "reshard_after_forward": True,
+            "apply_mics": {"hierarchical": self.hierarchical} if self._is_mics else None,
+            "gradient_accumulation": self.two_hop,
+        }
+
+    @property
+    def _is_mics(self) -> bool:
+        return self.hierarchical or self.two_hop
+
+
+RECIPES = {
+    "fsdp2": Recipe(over_all_ranks=True),
+    "hsdp": Recipe(),
+    "mics": Recipe(hierarchical=True, two_hop=True),
+    "mics-no-hierarchy": Recipe(two_hop=True),
+    "mics-no-2hop": Recipe(hierarchical=True),
+}
+
+
+class Training:
+    """One system with a model of its own. Building it and each step are collective."""
+
+    def __init__(
+        self, system: str, workload: Linears, *, partition_nodes: float, topology: Topology
+    ) -> None:
+        self._recipe = recipe = RECIPES[system]
+        self.configuration = recipe.configuration
+        self._workload = workload
+        self._topology = topology
+        partition_size = round(partition_nodes * topology.ranks_per_node)
+        self.model = workload.model()
+        if recipe.over_all_ranks:
+            mesh = init_device_mesh("cpu", (topology.world_size,), mesh_dim_names=("shard",))
+        else:
+            layout = Layout(topology=topology, partition_size=partition_size)
+            mesh = init_mesh(layout, device_type="cpu")
+        for module in (*workload.units(self.model), self.model):
+            fully_shard(module, mesh=mesh)
+        if recipe.hierarchical or recipe.two_hop:
+            apply_mics(self.model, topology=topology, hierarchical=recipe.hierarchical)
+        self._optimizer = workload.optimizer(self.model)
+        self._batches = list(workload.batches(dist.get_rank()))
+
+    def bound_of_stages(self) -> dict[str, int]:
+        """The least that a step must send between nodes with this sharding."""
+        micro_steps = self._workload.micro_steps
+        told = explain(self.model, num_micro_steps=micro_steps, topology=self._topology)
+        return bound_of_stages(told.units, micro_steps=micro_steps)
+
+    def step(self, phases: Phases) -> float:
+        """One optimizer step; the gradient norm before clipping."""
+        two_hop = self._recipe.two_hop
+        accumulation = (
+            gradient_accumulation(self.model, num_micro_steps=len(self._batches))
+            if two_hop
+            else nullcontext()
+        )
+        with accumulation as micro_steps:
+            for batch in self._batches:
+                with micro_steps.micro_step() if micro_steps else nullcontext():
+                    phases.begin("forward")
+                    loss = self._workload.loss(self.model, batch)
+                    phases.begin("backward")
+                    loss.backward()
+                    phases.begin("boundary")
+        phases.begin("optimizer")
+        norm = self._clip()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        phases.begin("before")
+        return norm
+
+    def count_step(self, phases: Phases) -> None:
+        """One step, counted stage by stage."""
+        with counted_stages([self.model], phases):
+            self.step(phases)
+
+    def _clip(self) -> float:
+        parameters = list(self.model.parameters())
+        if self._recipe.two_hop:
+            return clip_grad_norm_(parameters, max_norm=1.0).item()
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm=1.0)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -1,0 +1,46 @@
+"""torchtitan's container of optimizers, their states sharded over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+from torchtitan.components.optimizer import OptimizersContainer
+
+from mics_dtensor.errors import ConfigError
+from mics_dtensor.sharded_states import ReplicaShardedOptimizer
+
+
+class SlicedOptimizers(OptimizersContainer):
+    """Each optimizer of the container is a ReplicaShardedOptimizer; the rest is torchtitan's."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        """torchtitan's. Refuses what slices of states cannot be, or would ignore in silence."""
+
+        def __post_init__(self) -> None:
+            if self.implementation == "fused_opt_states_bf16":
+                raise ConfigError(
+                    'optimizer.implementation = "fused_opt_states_bf16" would be ignored with '
+                    'mics.optimizer_over_replicas = true: write "fused", or delete one of the lines'
+                )
+            for group in self.param_groups:
+                if group.optimizer_name not in ("Adam", "AdamW"):
+                    raise ConfigError(
+                        f"optimizer {group.optimizer_name} looks at more than one element at a "
+                        "time, so mics.optimizer_over_replicas = true cannot slice its states: use "
+                        "AdamW, or delete one of the lines"
+                    )
+
+    def _resolve_optimizer_factory(self, name: str) -> Callable[..., Optimizer]:
+        return partial(self._sliced, OptimizersContainer._resolve_optimizer_factory(name))
+
+    def _sliced(
+        self, optimizer_cls: Any, groups: list[dict[str, Any]], **options: Any
+    ) -> Optimizer:
+        return ReplicaShardedOptimizer(
+            self.model_parts, optimizer_cls, param_groups=groups, **options
+        )

@@ -1,0 +1,60 @@
+"""docs/configuration.md, from the tables and their rows: python -m mics_dtensor.train.reference"""
+
+from __future__ import annotations
+
+from mics_dtensor.train.config import config_keys
+from mics_dtensor.train.key import Key
+from mics_dtensor.train.rows import Row, rows
+from mics_dtensor.train.values import described, shown
+
+HEAD = """\
+# Configuration
+
+Every key of a run's TOML file, and of the command line (`--section.key value`). Command line >
+file > default. An unknown key or table is refused with the nearest known name. Defaults are
+torchtitan 0.2.2's, also where 0.3.0 changed them.
+
+*In 0.3* says what becomes of the key: the place of its value in torchtitan 0.3.0's
+`Trainer.Config`; *no effect* (accepted, and listed at start if the file sets it); or *refused*
+unless off.
+
+This page is made by `python -m mics_dtensor.train.reference`, and a test holds it current."""
+
+
+def reference() -> str:
+    """The page, in Markdown."""
+    tables: dict[str, list[str]] = {}
+    for name, key in config_keys().items():
+        table, _, last = name.rpartition(".")
+        cells = [f"`{last}`", _type(key), f"`{shown(key.default)}`", _meaning(key), _fate(name)]
+        row = f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+        tables.setdefault(table, []).append(row)
+    parts = [HEAD]
+    for table, lines in tables.items():
+        header = "| key | type | default | meaning | in 0.3 |\n|---|---|---|---|---|"
+        parts.append("\n".join([f"## `[{table}]`\n", header, *lines]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _type(key: Key) -> str:
+    return f"{described(key.type)}{f', in {key.unit}' if key.unit else ''}"
+
+
+def _meaning(key: Key) -> str:
+    return f"{key.meaning} (reserved: not yet)" if key.reserved else key.meaning
+
+
+def _fate(name: str) -> str:
+    row: Row | None = rows().get(name)
+    if row is None:
+        return "this project's own"
+    new = "new; " if row.since == "0.3" else ""
+    if row.to is not None:
+        return f"{new}`{row.to}`" + (f"; else refused: {row.refuse}" if row.refuse else "")
+    if row.inert == "any":
+        return f"{new}no effect: {row.note}"
+    return f"{new}refused: {row.refuse}" if row.refuse else f"{new}no effect: {row.note}"
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -1,0 +1,79 @@
+"""Shards as an optimizer of slices needs them: their storage, their place, hooks on parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from mics_dtensor.upstream.units import ShardedParameter
+
+
+def flat_shard(param: ShardedParameter) -> torch.Tensor:
+    """The shard of this rank, 1-D, without padding; shares the parameter's storage."""
+    return param.local.detach().view(-1)
+
+
+def is_replaced(param: ShardedParameter, parameter: nn.Parameter) -> bool:
+    """Whether FSDP2 holds another object than `parameter` by now (load_state_dict(assign=True))."""
+    return param.fsdp.sharded_param is not parameter
+
+
+def mesh_of_parameter(param: ShardedParameter) -> DeviceMesh:
+    """The mesh of the parameter's placements: (replicate, shard), with tensor parallel one more."""
+    mesh: DeviceMesh = param.fsdp._sharding_spec.mesh
+    return mesh
+
+
+def as_summand(param: ShardedParameter, local: torch.Tensor, *, axis: int | None) -> DTensor:
+    """`local`, of the shape of this rank's shard, as a gradient; no copy.
+
+    It is a summand over `axis` of the parameter's mesh, and of a dtype of its own.
+    """
+    spec = param.fsdp._sharding_spec
+    placements = list(spec.placements)
+    if axis is not None:
+        placements[axis] = Partial()
+    return DTensor.from_local(
+        local, spec.mesh, placements, run_check=False, shape=spec.shape, stride=spec.stride
+    )
+
+
+def place_of_shard(parameter: nn.Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The offsets and the sizes of this rank's shard in the whole tensor."""
+    if not isinstance(parameter, DTensor):
+        return (0,) * parameter.dim(), tuple(parameter.shape)
+    sizes, offsets = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return tuple(offsets), tuple(sizes)
+
+
+def hooks_of(parameter: torch.Tensor) -> list[Any]:
+    """The post-accumulate-grad hooks of a parameter."""
+    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def add_hook(parameter: Any, hook: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+    """Call `hook` after each accumulation into `.grad`; returns the undoing."""
+    remove: Callable[[], None] = parameter.register_post_accumulate_grad_hook(hook).remove
+    return remove
+
+
+def run_load_hooks(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Those before loading, which may exchange the state dict; without one, those after."""
+    its: Any = optimizer
+    if state_dict is None:
+        for hook in its._optimizer_load_state_dict_post_hooks.values():
+            hook(optimizer)
+        return {}
+    for hook in its._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = hook(optimizer, state_dict) or state_dict
+    return state_dict

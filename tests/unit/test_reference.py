@@ -1,0 +1,21 @@
+"""docs/configuration.md is what the code says."""
+
+from pathlib import Path
+
+from mics_dtensor.train.config import config_keys
+from mics_dtensor.train.reference import reference
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text() == reference(), (
+        "python -m mics_dtensor.train.reference > docs/configuration.md"
+    )
+
+
+def test_every_key_has_a_row() -> None:
+    for name in config_keys():
+        table, _, last = name.rpartition(".")
+        section = reference().split(f"## `[{table}]`", 1)[1].split("\n## ", 1)[0]
+        assert f"| `{last}` |" in section
