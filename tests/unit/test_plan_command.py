@@ -87,6 +87,7 @@ def test_what_is_recommended_is_written_and_the_rest_stays(
     config = load(["--config-file", str(path)]).config
     assert f"take partition_size = {config.mics.partition_size} " in said
     assert config.training.global_batch_size == 32
+    assert config.mics.optimizer_over_replicas is False
     assert main(ask) == 0  # asked again, the file gives the same answer
     assert f"take partition_size = {config.mics.partition_size} " in capsys.readouterr().out
 

@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     its.add_argument(
         "--optimizer-over-replicas",
         action="store_true",
-        help="also where optimizer states are cut over the replicas (not offered yet)",
+        help="also where optimizer states are cut over the replicas",
     )
     its.add_argument(
         "--scale", metavar="1,2,4,...,64", help="weak scaling over these numbers of nodes instead"

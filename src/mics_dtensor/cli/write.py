@@ -18,16 +18,12 @@ DEGREES = (
 
 
 def chosen_values(question: Question, variant: Variant) -> dict[str, Any]:
-    """The keys of a variant, by dotted name. Raises PlanError for one that cannot be run."""
-    if variant.optimizer_over_replicas:
-        raise PlanError(
-            "the best variant shards optimizer states over the replicas, which no run can yet: "
-            "ask without --optimizer-over-replicas"
-        )
+    """The keys of a variant, by dotted name."""
     values: dict[str, Any] = {
         "mics.partition_size": variant.partition_size,
         "training.local_batch_size": variant.micro_batch,
         "training.global_batch_size": question.global_batch,
+        "mics.optimizer_over_replicas": variant.optimizer_over_replicas,
     }
     if variant.checkpointing in ("op", "2"):
         values["activation_checkpoint.mode"] = "selective"
