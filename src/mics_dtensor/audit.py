@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mics_dtensor.errors import AccumulationError, ConfigError
-from mics_dtensor.mesh import node_blocks, ranks_of
+from mics_dtensor.mesh import Ranks, node_blocks, ranks_of
 from mics_dtensor.slices import Slice, slice_of
 from mics_dtensor.topology import Topology
 from mics_dtensor.upstream import ShardedParameter, Unit, hooks_of
@@ -31,7 +31,8 @@ def audit_units(units: Sequence[Unit], topology: Topology) -> None:
         _audit_axes(unit)
         _audit_order(unit)
         if unit.shard_group is not None:
-            node_blocks(ranks_of(unit.shard_group), topology)
+            blocks = node_blocks(ranks_of(unit.shard_group), topology)
+            _audit_nodes(unit, blocks, topology)
 
 
 def audit_gradients(units: Sequence[Unit], *, static: bool) -> None:
@@ -83,6 +84,26 @@ def _audit_axes(unit: Unit) -> None:
             f"unit {unit.name}: fully_shard reads a 2-D mesh as (replicate, shard), but its axes "
             f"are named {names}; pass mesh[{names[1]!r}, {names[0]!r}]"
         )
+
+
+def _audit_nodes(unit: Unit, blocks: list[Ranks], topology: Topology) -> None:
+    """A partition group that spans nodes holds all that its mesh has in each of them.
+
+    Other ranks of those nodes may belong to meshes of their own: tensor parallel, pipelines.
+    """
+    if len(blocks) == 1:
+        return
+    ranks = {int(rank) for rank in unit.mesh.mesh.flatten().tolist()}
+    for block in blocks:
+        node = topology.node_of(block[0])
+        beside = sorted(r for r in ranks if topology.node_of(r) == node and r not in block)
+        if beside:
+            group = list(ranks_of(unit.shard_group))
+            raise ConfigError(
+                f"unit {unit.name}: the partition group of ranks {group} has ranks {list(block)} "
+                f"in node {node}, and leaves {beside} there to another group: order the mesh so "
+                "that groups fill nodes (init_mesh does)"
+            )
 
 
 def _audit_order(unit: Unit) -> None:

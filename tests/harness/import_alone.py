@@ -76,18 +76,23 @@ class WatchedEnvironment(type(os.environ)):
         return super().__iter__()
 
 
+def _is_ours(path: str) -> bool:
+    # A clone is a folder of the package's name too, and may hold the environment.
+    return OURS in path and f"{os.sep}site-packages{os.sep}" not in path
+
+
 STEPS_BETWEEN = (__file__, os.__file__, "<frozen os>", "<frozen _collections_abc>")
 
 
 def _note(key: str, frame: FrameType | None) -> None:
     while frame and frame.f_code.co_filename in STEPS_BETWEEN:
         frame = frame.f_back
-    if frame and OURS in frame.f_code.co_filename:
+    if frame and _is_ours(frame.f_code.co_filename):
         reads.append(key)
 
 
 def _handle(logger: logging.Logger, record: logging.LogRecord) -> None:
-    if OURS in record.pathname or logger.name.startswith("mics_dtensor"):
+    if _is_ours(record.pathname) or logger.name.startswith("mics_dtensor"):
         logs.append(record.getMessage())
 
 

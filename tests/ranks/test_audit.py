@@ -46,6 +46,11 @@ def test_meshes() -> None:
     said = refusal(shard(stack(), permuted), FOUR)
     assert f"order [{dist.get_rank() % 2 + 2}, {dist.get_rank() % 2}]" in said, said
 
+    scattered = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("r", "s"))
+    said = refusal(shard(stack(), scattered), FOUR)
+    beside = 1 - dist.get_rank() % 2
+    assert f"leaves [{beside}] there to another group" in said, said
+
     swapped = DeviceMesh(
         "cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp_shard", "dp_replicate")
     )

@@ -169,9 +169,11 @@ def _messages(plan: Plan | None, why_not: str) -> list[str]:
         return [f"messages: {why_not}"]
     layout = plan.layout
     nodes = layout.topology
+    one = layout.num_replicas == 1
+    replicas = "1 replica" if one else f"{layout.num_replicas} replicas"
     return [
         f"{plan.num_parameters:,} parameters on {nodes.num_nodes} nodes of {nodes.ranks_per_node} "
-        f"ranks: {layout.num_replicas} replicas of {layout.partition_size} shards",
+        f"ranks: {replicas} of {layout.partition_size} shards",
         str(plan.sent),
     ]
 
