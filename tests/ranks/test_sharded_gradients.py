@@ -77,12 +77,10 @@ def test_norms_are_those_of_the_whole_gradient_and_ours_sends_scalars() -> None:
         for each in (model, plain):
             each.zero_grad()
             backwards(each)
-        norms = [
-            torch.nn.utils.clip_grad_norm_(each.parameters(), 1e9, norm_type=norm_type)
-            for each in (model, plain)
-        ]
-        right = whole(norms[1])
-        assert torch.allclose(whole(norms[0]), right), (norm_type, norms)
+        right = whole(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9, norm_type))
+        if norm_type != float("inf"):  # torch 2.14 raises for it on a rank with an empty part
+            theirs = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type)
+            assert torch.allclose(whole(theirs), right), (norm_type, theirs, right)
         with count_collectives() as counted:
             norm = clip_grad_norm_(model.parameters(), 0.5, norm_type=norm_type)
         assert {call.message_bytes for call in counted.calls} == {4}
