@@ -333,6 +333,16 @@ class Canaries:
         assert copy.boxes == piece.boxes
         assert isinstance(piece, _checkpointable._Checkpointable)
 
+    def fake_tensors_and_memory_tracker(self) -> None:
+        """torch._subclasses.fake_tensor and torch.distributed._tools.fsdp2_mem_tracker."""
+        from mics_dtensor.upstream.tracing import fake_tensors, memory_tracker
+
+        with fake_tensors():
+            large = torch.empty(2**40)  # no storage: it would not fit
+            assert (large + 1).shape == large.shape
+        tracker = memory_tracker(self.model, torch.optim.SGD(self.model.parameters()))
+        assert callable(tracker.get_tracker_snapshot)
+
 
 @ranks(4, timeout_s=100)
 def test_every_canary_lives() -> None:
