@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mics_dtensor.errors import AccumulationError
+from mics_dtensor.stage import stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,5 +61,6 @@ def _maximum(
     if group is None or group.size() == 1:
         return numbers
     message = torch.tensor(numbers, dtype=torch.int32, device=device)
-    dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+    with stage("agreement", "(all)", group):
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
     return [int(number) for number in message.tolist()]
