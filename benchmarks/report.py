@@ -45,6 +45,12 @@ def _section(name: str, results: dict[str, Any]) -> Iterator[str]:
     where = f"{results['host']}, {results['cores']} cores"
     what = ", ".join(f"{package} {version}" for package, version in versions.items())
     yield f"{place} a node; {json.dumps(its['workload'])}. {when}; {where}; {what}."
+    if any(row["num_quiet"] == 0 for row in results["rows"]):
+        yield ""
+        yield (
+            "Other processes used the machine in every repetition of some systems: read the bytes, "
+            "which do not depend on it, and not the times."
+        )
     yield ""
     yield "| system | partition nodes | s/step (min, max) | quiet | MB out of a node | over bound |"
     yield "|---|---|---|---|---|---|"
