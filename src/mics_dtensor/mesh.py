@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.layout import Layout
 from mics_dtensor.topology import Topology
-from mics_dtensor.upstream import timeout_of
+from mics_dtensor.upstream import set_timeout, timeout_of
 
 Ranks = tuple[int, ...]
 
@@ -42,8 +42,8 @@ class Stages:
 def init_mesh(layout: Layout, *, device_type: str) -> DeviceMesh:
     """The mesh of `layout`, axes ("replicate", "shard") or ("replicate", "shard", "tp").
 
-    Collective: every rank of the world calls it. Raises ConfigError where the world that runs is
-    not the one of the layout.
+    Its groups have the timeout of the world's group. Collective: every rank of the world calls it.
+    Raises ConfigError where the world that runs is not the one of the layout.
     """
     running = dist.get_world_size() if dist.is_initialized() else None
     wanted = layout.topology.world_size
@@ -52,7 +52,12 @@ def init_mesh(layout: Layout, *, device_type: str) -> DeviceMesh:
             f"the layout is of {wanted} ranks, but {running} are running: start {wanted} ranks, "
             f"or make the topology of world_size={running}"
         )
-    return init_device_mesh(device_type, layout.mesh_shape, mesh_dim_names=layout.axis_names)
+    mesh = init_device_mesh(device_type, layout.mesh_shape, mesh_dim_names=layout.axis_names)
+    # torch gives the groups of a mesh the backend's timeout, not the one that the user chose.
+    if (timeout := timeout_of(dist.group.WORLD, device_type)) is not None:
+        for axis in range(mesh.ndim):
+            set_timeout(timeout, mesh.get_group(axis))
+    return mesh
 
 
 def node_mesh(stages: Stages, *, device_type: str) -> DeviceMesh:

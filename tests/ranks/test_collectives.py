@@ -61,7 +61,7 @@ def expect_gathers_equal_flat(size: int, ranks_per_node: int) -> None:
         for numel in SIZES:
             mine, case = shard(numel, dtype), (size, ranks_per_node, dtype, numel)
             flat = poisoned(size * numel, dtype)
-            collectives._all_gather(flat, mine, group=group)
+            collectives.all_gather(flat, mine, group=group)
             for async_op in (False, True):
                 gathered = gather.allocate((size * numel,), dtype=dtype, device=mine.device)
                 gathered.copy_(poisoned(size * numel, dtype))
@@ -85,7 +85,7 @@ def expect_reductions_equal_flat(size: int, ranks_per_node: int) -> None:
             gradients = shard(size * numel, dtype)
             for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
                 flat = poisoned(numel, dtype)
-                collectives._reduce_scatter(flat, gradients.clone(), group=group, op=op)
+                collectives.reduce_scatter(flat, gradients.clone(), group=group, op=op)
                 for async_op in (False, True):
                     reduced = poisoned(numel, dtype)
                     with poisoned_staging():
@@ -124,7 +124,7 @@ def test_strided_groups_of_tensor_parallel_ranks() -> None:
     assert its.num_nodes == 2
     mine = shard(5, torch.float32)
     flat, gathered = poisoned(20, torch.float32), poisoned(20, torch.float32)
-    collectives._all_gather(flat, mine, group=group)
+    collectives.all_gather(flat, mine, group=group)
     HierarchicalAllGather(its)(gathered, mine, group)
     assert torch.equal(gathered, flat)
 
@@ -147,7 +147,7 @@ def test_the_ranks_of_a_group_decide_not_the_object() -> None:
         for async_op in (False, True):
             with mock.patch.object(collectives, "stage", _recording(told)):
                 flat, gathered = (poisoned(num_shards * 3, torch.float32) for _ in range(2))
-                collectives._all_gather(flat, mine, group=its)
+                collectives.all_gather(flat, mine, group=its)
                 work = gather(gathered, mine, its, async_op)
                 if work is not None:
                     work.wait()

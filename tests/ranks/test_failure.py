@@ -49,13 +49,13 @@ def at_call(number: int, act: Callable[..., None], real: Callable[..., object]) 
 
 CASES = [
     # what goes wrong on rank 1, in which collective, at which of its calls, what runs
-    ("stops in the first stage", stop, "_all_gather", 0, one_step),
-    ("raises in the first stage", fail, "_all_gather", 0, one_step),
-    ("raises in the second stage of the second unit", fail, "_all_gather", 4, one_step),
-    ("raises in a reduction", fail, "_reduce_scatter", 0, one_step),
-    ("stops in the second reduction", stop, "_reduce_scatter", 2, one_step),
-    ("stops while another gathers ahead", stop, "_all_gather", 2, gather_ahead),
-    ("raises while another gathers ahead", fail, "_all_gather", 2, gather_ahead),
+    ("stops in the first stage", stop, "all_gather", 0, one_step),
+    ("raises in the first stage", fail, "all_gather", 0, one_step),
+    ("raises in the second stage of the second unit", fail, "all_gather", 4, one_step),
+    ("raises in a reduction", fail, "reduce_scatter", 0, one_step),
+    ("stops in the second reduction", stop, "reduce_scatter", 2, one_step),
+    ("stops while another gathers ahead", stop, "all_gather", 2, gather_ahead),
+    ("raises while another gathers ahead", fail, "all_gather", 2, gather_ahead),
 ]
 
 
