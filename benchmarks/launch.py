@@ -74,13 +74,3 @@ class World:
                     f"torchrun of world {self.name} on {host} ended with status "
                     f"{process.returncode}; its own words are above"
                 )
-
-    def wait(self, *, timeout_s: float) -> None:
-        """Until every node has ended well, after its ranks were told to leave."""
-        for host, process in zip(self.cluster.hosts, self._running, strict=True):
-            try:
-                status = process.wait(timeout_s)
-            except subprocess.TimeoutExpired as error:
-                raise ClusterError(f"world {self.name} did not leave {host}") from error
-            if status:
-                raise ClusterError(f"world {self.name} left {host} with status {status}")

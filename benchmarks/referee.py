@@ -8,6 +8,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,11 +141,17 @@ class Referee:
         """The counters now. Exact while the ranks wait in `mark`."""
         return take([s.pid for s in self._seats[world]][:: self._ranks_per_node], self._own_pids)
 
-    def dismiss(self) -> None:
-        """Tell all ranks to leave; their connections are closed after."""
-        for seats in self._seats.values():
-            for seat in seats:
-                seat.send({"do": "leave"})
+    def dismiss(self, *, timeout_s: float) -> None:
+        """Tell all ranks to leave, and wait until they have. What torchrun says after is no matter:
+        the one that holds the store may leave before the others.
+        """
+        seats = [seat for seats in self._seats.values() for seat in seats]
+        for seat in seats:
+            seat.send({"do": "leave"})
+        for seat in seats:
+            seat.socket.settimeout(timeout_s)
+            with suppress(OSError):
+                seat.socket.recv(1)
 
     def _label(self, marked: Mapping[int, str]) -> str:
         if len(set(marked.values())) > 1:

@@ -125,9 +125,7 @@ def run(wanted: Run) -> list[Record]:
         except ClusterError:
             time.sleep(_LAST_WORDS_S)  # torchrun says which rank failed, and by which signal
             raise
-        referee.dismiss()
-        for world in worlds:
-            world.wait(timeout_s=_LEAVE_S)
+        referee.dismiss(timeout_s=_LEAVE_S)
     return records
 
 
