@@ -27,17 +27,8 @@ from mics_dtensor.stage import StageWork, stage
 from mics_dtensor.upstream import AllGather, ReduceScatter, all_gather, coalescing, reduce_scatter
 
 
-class HierarchicalAllGather(AllGather):
-    """Between nodes first, all local ranks in parallel, then inside the node.
-
-    1. across_nodes: each rank exchanges its shard with its peers at the same place in the other
-       nodes; it then holds one shard of each node.
-    2. within_node: per node, the local ranks exchange those shards. Each block lands at its final
-       place, so nothing is re-ordered. One launch on NCCL, block by block on gloo.
-
-    Of any dtype: the stages move bytes. `unit` names the FSDP unit in errors and traces. A group of
-    other ranks (integer reshard_after_forward gathers over a smaller one) takes the flat path.
-    """
+class _OverStages:
+    """What both collectives have."""
 
     def __init__(self, stages: Stages, *, unit: str = "") -> None:
         self.stages = stages
@@ -48,6 +39,19 @@ class HierarchicalAllGather(AllGather):
     ) -> torch.Tensor:
         """A buffer of `size` elements, as FSDP2's default would make it."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class HierarchicalAllGather(_OverStages, AllGather):
+    """Between nodes first, all local ranks in parallel, then inside the node.
+
+    1. across_nodes: each rank exchanges its shard with its peers at the same place in the other
+       nodes; it then holds one shard of each node.
+    2. within_node: per node, the local ranks exchange those shards. Each block lands at its final
+       place, so nothing is re-ordered. One launch on NCCL, block by block on gloo.
+
+    Of any dtype: the stages move bytes. `unit` names the FSDP unit in errors and traces. A group of
+    other ranks (integer reshard_after_forward gathers over a smaller one) takes the flat path.
+    """
 
     def __call__(
         self,
@@ -87,7 +91,7 @@ class HierarchicalAllGather(AllGather):
         return _named(work, second, staged)
 
 
-class HierarchicalReduceScatter(ReduceScatter):
+class HierarchicalReduceScatter(_OverStages, ReduceScatter):
     """The mirror image: inside the node first, then between nodes.
 
     1. within_node: per node of the group, the local ranks reduce the block of gradients that
@@ -98,16 +102,6 @@ class HierarchicalReduceScatter(ReduceScatter):
     gloo the second stage is an all-to-all and a local sum in fp32: gloo's own reduce-scatter moves
     the bytes of an all-reduce.
     """
-
-    def __init__(self, stages: Stages, *, unit: str = "") -> None:
-        self.stages = stages
-        self.unit = unit
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """A buffer of `size` elements, as FSDP2's default would make it."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
