@@ -41,7 +41,7 @@ def hidden_modules() -> set[str]:
     return {
         module
         for module, owners in metadata.packages_distributions().items()
-        if module != "mics_dtensor" and not visible & {_normal(owner) for owner in owners}
+        if module not in SEEN and not visible & {_normal(owner) for owner in owners}
     }
 
 
@@ -81,6 +81,8 @@ def _is_ours(path: str) -> bool:
     return OURS in path and f"{os.sep}site-packages{os.sep}" not in path
 
 
+# torch 2.14 asks for spmd_types with find_spec, which a finder that raises would break.
+SEEN = ("mics_dtensor", "spmd_types")
 STEPS_BETWEEN = (__file__, os.__file__, "<frozen os>", "<frozen _collections_abc>")
 
 
