@@ -1,4 +1,4 @@
-"""A step in time: micro-steps of gathers, compute and reductions, and the boundary. Not to scale."""
+"""A step in time, not to scale: gathers, compute and reductions, and the boundary."""
 
 from __future__ import annotations
 

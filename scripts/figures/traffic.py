@@ -1,4 +1,4 @@
-"""Bytes of a real run: micro-step by micro-step, and by partition size. What `mics explain` says."""
+"""Bytes of a real run, as `mics explain` counts them: by micro-step, and by partition size."""
 
 from __future__ import annotations
 
