@@ -25,6 +25,7 @@ from mics_dtensor.bucket import Message
 from mics_dtensor.errors import AccumulationError
 from mics_dtensor.mesh import hop_stages_of
 from mics_dtensor.plan.traffic import BUCKET_SIZE_BYTES
+from mics_dtensor.stage import named_range
 from mics_dtensor.upstream import (
     Unit,
     first_hop_only,
@@ -119,15 +120,17 @@ class Accumulation:
         The last one ends with the second hop, which is collective over the replicas.
         """
         self._begin(last)
-        try:
-            yield
-        except BaseException:
-            self.fail()
-            raise
-        self._inside = False
-        self._num_run += 1
-        if self._is_last:
-            self._second_hop()
+        of = "" if self._announced is None else f" of {self._announced}"
+        with named_range("micro-step", f"{self._num_run + 1}{of}"):
+            try:
+                yield
+            except BaseException:
+                self.fail()
+                raise
+            self._inside = False
+            self._num_run += 1
+            if self._is_last:
+                self._second_hop()
 
     def synchronize(self) -> None:
         """The second hop, where one learns only afterwards that the last micro-step was the last.

@@ -61,6 +61,6 @@ def _maximum(
     if group is None or group.size() == 1:
         return numbers
     message = torch.tensor(numbers, dtype=torch.int32, device=device)
-    with stage("agreement", "(all)", group):
+    with stage("boundary: agreement", "all units", group):
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
     return [int(number) for number in message.tolist()]

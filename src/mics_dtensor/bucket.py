@@ -46,17 +46,23 @@ class Message:
         return self.dtype or unit.reduce_dtype
 
     def send(
-        self, flat: torch.Tensor, *, group: dist.ProcessGroup, cuts: Sequence[Sequence[Range]] = ()
+        self,
+        flat: torch.Tensor,
+        *,
+        group: dist.ProcessGroup,
+        cuts: Sequence[Sequence[Range]] = (),
+        unit: str = "",
     ) -> Sent:
         """Start; `flat` holds the sum once it has been waited for. Collective over `group`.
 
-        With `cuts`, the ranges of each replica, it holds the sum in those of this one, else zeros.
+        `unit` names what is sent, in errors and traces. With `cuts`, the ranges of each replica,
+        `flat` holds the sum in those of this one, else zeros.
         """
         stages = self.stages.get(ranks_of(group))
         if cuts:
             return SlicesSent(flat, cuts, group=group, stages=stages)
         if stages is not None:
-            return HierarchicalSum(flat, stages)
+            return HierarchicalSum(flat, stages, unit=unit)
         work: dist.Work = dist.all_reduce(flat, group=group, async_op=True)
         return work
 
@@ -70,21 +76,25 @@ class HierarchicalSum:
     3. within_node: the parts come together again.
     """
 
-    def __init__(self, flat: torch.Tensor, stages: Stages) -> None:
-        self._flat, self._within_node = flat, stages.within_node
+    def __init__(self, flat: torch.Tensor, stages: Stages, *, unit: str = "") -> None:
+        self._flat, self._stages, self._unit = flat, stages, unit
         num_parts = stages.within_node.size()
         padding = -flat.numel() % num_parts
         self._padded = torch.cat([flat, flat.new_zeros(padding)]) if padding else flat
         self._part = flat.new_empty(self._padded.numel() // num_parts)
-        reduce_scatter(self._part, self._padded, group=stages.within_node)  # fast link
-        self._work: dist.Work = dist.all_reduce(
-            self._part, group=stages.across_nodes, async_op=True
-        )  # slow link: 2 (n - 1)/n of a part
+        with stage("boundary: sum within the node", unit, stages.within_node) as within_node:
+            reduce_scatter(self._part, self._padded, group=within_node)  # fast link
+        with stage("boundary between nodes", unit, stages.across_nodes) as across_nodes:
+            self._work: dist.Work = dist.all_reduce(
+                self._part, group=across_nodes, async_op=True
+            )  # slow link: 2 (n - 1)/n of a part
 
     def wait(self) -> None:
         """Until `flat` holds the sum (on CUDA: until the current stream may use it)."""
-        self._work.wait()
-        all_gather(self._padded, self._part, group=self._within_node)  # fast link
+        with stage("boundary between nodes", self._unit, self._stages.across_nodes):
+            self._work.wait()
+        with stage("boundary: gather within the node", self._unit, self._stages.within_node) as its:
+            all_gather(self._padded, self._part, group=its)  # fast link
         if self._padded is not self._flat:
             self._flat.copy_(self._padded[: self._flat.numel()])
 
@@ -131,13 +141,15 @@ class Bucket:
         if self.dtype == torch.float16:
             self.flat.div_(self.divisor)  # before the sum, which could overflow
         if self.flat.numel():
-            with stage("second hop", self.names, self.group) as group:
-                self.work = message.send(self.flat, group=group, cuts=self._cuts(group.size()))
+            with stage("boundary", self.names, self.group) as group:
+                self.work = message.send(
+                    self.flat, group=group, cuts=self._cuts(group.size()), unit=self.names
+                )
 
     def wait(self) -> None:
         """Until the sum is here (on CUDA: until the current stream may use it)."""
         if self.work is not None and self.group is not None:
-            with stage("second hop", self.names, self.group):
+            with stage("boundary: wait", self.names, self.group):
                 self.work.wait()
             self.work = None
 

@@ -53,6 +53,9 @@ class Layout:
     def __post_init__(self) -> None:
         world, node = self.topology.world_size, self.topology.ranks_per_node
         tp = self.tensor_parallel_size
+        _refuse_other_than_int("tensor_parallel_size", tp, f"an int, such as {node}")
+        a_node = f"{node // max(1, tp)} for one partition group a node (ranks_per_node / tp)"
+        _refuse_other_than_int("partition_size", self.partition_size, a_node)
         if not self.topology.is_contiguous:
             first = self.topology.nodes[0]
             raise ConfigError(
@@ -159,6 +162,11 @@ class Layout:
         nodes = self.num_replicas // replicas_per_node
         groups = self.partition_size * self.tensor_parallel_size
         return GroupShape(nodes, replicas_per_node, groups)
+
+
+def _refuse_other_than_int(name: str, given: object, works: str) -> None:
+    if not isinstance(given, int):
+        raise ConfigError(f"{name} {given!r} is not a number of ranks; give {works}")
 
 
 def divisors(number: int) -> list[int]:

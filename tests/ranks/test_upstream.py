@@ -333,6 +333,15 @@ class Canaries:
         assert copy.boxes == piece.boxes
         assert isinstance(piece, _checkpointable._Checkpointable)
 
+    def is_profiler_enabled(self) -> None:
+        """_is_profiler_enabled is on in torch.profiler alone."""
+        from torch.profiler import ProfilerActivity, profile
+
+        assert not torch.autograd.profiler._is_profiler_enabled
+        with profile(activities=[ProfilerActivity.CPU]):
+            assert torch.autograd.profiler._is_profiler_enabled
+        assert not torch.autograd.profiler._is_profiler_enabled
+
     def fake_tensors_and_memory_tracker(self) -> None:
         """torch._subclasses.fake_tensor and torch.distributed._tools.fsdp2_mem_tracker."""
         from mics_dtensor.upstream.tracing import fake_tensors, memory_tracker

@@ -235,6 +235,19 @@ def test_what_cannot_be_is_refused(
         layout_of(world, node, partition, tp)
 
 
+def test_a_size_that_is_no_number_is_told_the_number() -> None:
+    topology = Topology.uniform(world_size=16, ranks_per_node=8)
+    said = r"partition_size 'node' is not a number of ranks; give 4 for one partition group a node"
+    with pytest.raises(ConfigError, match=said):
+        Layout(topology=topology, partition_size="node", tensor_parallel_size=2)  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"^partition_size 8\.0 is not a number of ranks; give 8 "
+    ):
+        Layout(topology=topology, partition_size=8.0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size '2' is not a number of ranks"):
+        Layout(topology=topology, partition_size=8, tensor_parallel_size="2")  # type: ignore[arg-type]
+
+
 def test_interleaved_nodes_are_refused_by_name() -> None:
     topology = Topology.from_hosts(["left", "right"] * 4)
     said = (

@@ -32,6 +32,7 @@ from mics_dtensor.upstream.storage import (
     place_of_shard,
     run_load_hooks,
 )
+from mics_dtensor.upstream.tracing import is_profiling
 from mics_dtensor.upstream.units import ShardedParameter, Unit, local_of, units_of
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "first_hop_only",
     "flat_shard",
     "hooks_of",
+    "is_profiling",
     "is_replaced",
     "local_of",
     "mesh_of_parameter",

@@ -1,4 +1,4 @@
-"""torch's fake tensors and its memory tracker: both live in private modules."""
+"""torch's fake tensors, its memory tracker, and whether it profiles: private all three."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch runs in this process (torch.profiler, emit_nvtx)."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
