@@ -26,7 +26,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scale gradients in place so that their norm is at most `max_norm`; returns the norm before.
+    """Scale gradients in place to a norm of at most `max_norm`; returns the norm before, a scalar.
 
     The norm is that of one process, whatever meshes the parameters are on: shards are summed over
     the axes that shard them, and replicas counted once; where each replica has a slice of the

@@ -60,7 +60,7 @@ class HierarchicalAllGather(_OverStages, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Gather. Collective over `group`, which need not be the very object of the stages."""
+        """Gather [shard] into [node, local, shard], both 1-D. Collective over `group`."""
         if not _same_ranks(group, self.stages):
             with stage("gather", self.unit, group):
                 work = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -111,7 +111,7 @@ class HierarchicalReduceScatter(_OverStages, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce. Collective over `group`, which need not be the very object of the stages."""
+        """Reduce [node, local, shard] to [shard], both 1-D. Collective over `group`."""
         if not _same_ranks(group, self.stages):
             with stage("reduce", self.unit, group):
                 work = reduce_scatter(

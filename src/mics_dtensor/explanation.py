@@ -36,7 +36,8 @@ def explain(
     given to apply_mics; say it here for a model that has not been through apply_mics. The next two
     are those of `gradient_accumulation`; `two_hop=False` tells of a loop without it. No
     communication; any rank may call it alone. Of a pipeline it counts the stages of this rank, as
-    if every stage were like them.
+    if every stage were like them. Bytes are those of the best algorithm, summed over the world;
+    calls are those of one rank. Raises ConfigError where no topology is known.
     """
     parts = [model] if isinstance(model, nn.Module) else list(model)
     topology = topology or next((getattr(part, "mics_topology", None) for part in parts), None)

@@ -12,7 +12,7 @@ from mics_dtensor.errors import TopologyError
 
 @dataclass(frozen=True)
 class Topology:
-    """The node of every rank. Nodes are equal in size; an object that exists is valid.
+    """The node of every rank. Pure; raises TopologyError for nodes that are not equal in size.
 
     `nodes[i]` holds the ranks of node i in ascending order, e.g. `((0, 1), (2, 3))`: two nodes of
     two ranks. Nodes are numbered by their lowest rank; `names[i]` is the host name where known.
