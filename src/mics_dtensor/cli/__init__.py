@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -24,8 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mics: no command {words[0]}; there is {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        print(COMMANDS[words[0]](words[1:]))
+        print(COMMANDS[words[0]](words[1:]), flush=True)
     except MicsError as error:
         print(f"mics {words[0]}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `mics ... | head` has read enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  Python flushes it at exit
     return 0
