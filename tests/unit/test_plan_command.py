@@ -1,6 +1,9 @@
-"""`mics plan --scale`, `--plot` and `--write`."""
+"""`mics plan --scale`, `--plot` and `--write`, and the end of the command `mics`."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,3 +112,19 @@ def test_a_node_of_another_size_is_refused(capsys: pytest.CaptureFixture[str]) -
     debug = str(FILE.with_name("debug.toml"))
     assert main(["plan", "--config-file", debug, "--cluster", "p4d", "--nodes", "2"]) == 2
     assert "mics.ranks_per_node = 2 contradicts p4d" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_read_enough_gets_no_traceback() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    shown = subprocess.run(
+        [sys.executable, "-c", "import sys; from mics_dtensor.cli import main; sys.exit(main())"]
+        + ["explain", str(FILE), "--all"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(FILE.parents[1] / "src")},
+        timeout=60,
+        check=False,
+    )
+    os.close(writing)
+    assert (shown.returncode, shown.stderr) == (0, b"")
