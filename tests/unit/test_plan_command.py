@@ -117,9 +117,9 @@ def test_a_node_of_another_size_is_refused(capsys: pytest.CaptureFixture[str]) -
 def test_a_reader_that_has_read_enough_gets_no_traceback() -> None:
     reading, writing = os.pipe()
     os.close(reading)
+    mics = "import sys; from mics_dtensor.cli import main; sys.exit(main())"
     shown = subprocess.run(
-        [sys.executable, "-c", "import sys; from mics_dtensor.cli import main; sys.exit(main())"]
-        + ["explain", str(FILE), "--all"],
+        [sys.executable, "-c", mics, "explain", str(FILE), "--all"],
         stdout=writing,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(FILE.parents[1] / "src")},
