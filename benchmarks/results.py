@@ -34,7 +34,7 @@ def describe(wanted: Run, records: Sequence[Record]) -> dict[str, Any]:
         "host": f"{_processor()}, {platform.system()} {platform.release()}",
         "cores": os.cpu_count(),
         "versions": versions,
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "configuration": configuration,
         "rows": [row(record, wanted) for record in records],
@@ -123,6 +123,8 @@ def _stage(label: str, system: str, workload: str) -> str:
     phase, _, rest = label.partition(" ")
     if label == "reduction" or phase == "boundary":
         return phase
+    if phase == "optimizer" and system.startswith("mics-slices"):  # the other half of it
+        return "boundary"
     if rest == "gather" or (system in PEERS and phase in ("forward", "backward")):
         return phase
     # In the backward, outside the collectives of FSDP2's units: the all-reduce of HSDP. And the
@@ -146,7 +148,7 @@ def _processor() -> str:
     return platform.machine()
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit of this checkout, with "+" where files differ from it."""
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from benchmarks.bound import bound_of_stages
@@ -24,6 +25,7 @@ from mics_dtensor import (
     gradient_accumulation,
     init_mesh,
 )
+from mics_dtensor.sharded_states import MasterWeights, ReplicaShardedOptimizer
 
 
 @dataclass(frozen=True)
@@ -33,18 +35,30 @@ class Recipe:
     over_all_ranks: bool = False  # plain FSDP2 on a one-axis mesh
     hierarchical: bool = False
     two_hop: bool = False  # False: FSDP2 all-reduces in every micro-step
+    master_weights: MasterWeights | None = None  # optimizer states over the replicas
+    param_dtype: torch.dtype | None = None  # in which parameters are gathered; sums are fp32
 
     @property
     def configuration(self) -> dict[str, object]:
         """In words that its own documentation uses."""
         if self.over_all_ranks:
             return {"fully_shard": "mesh of one axis over all ranks", "reshard_after_forward": True}
-        return {
+        its: dict[str, object] = {
             "fully_shard": "mesh (replicate, shard)",
             "reshard_after_forward": True,
             "apply_mics": {"hierarchical": self.hierarchical} if self._is_mics else None,
             "gradient_accumulation": self.two_hop,
         }
+        if self.master_weights is not None:
+            its["ReplicaShardedOptimizer"] = {"master_weights": self.master_weights}
+        if self.param_dtype is not None:
+            its["param_dtype"] = str(self.param_dtype)
+        return its
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        """Gradients are reduced in fp32 in any case."""
+        return MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=torch.float32)
 
     @property
     def _is_mics(self) -> bool:
@@ -57,6 +71,11 @@ RECIPES = {
     "mics": Recipe(hierarchical=True, two_hop=True),
     "mics-no-hierarchy": Recipe(two_hop=True),
     "mics-no-2hop": Recipe(hierarchical=True),
+    "mics-slices": Recipe(hierarchical=True, two_hop=True, master_weights="fp32"),
+    "mics-bf16": Recipe(hierarchical=True, two_hop=True, param_dtype=torch.bfloat16),
+    "mics-slices-bf16": Recipe(
+        hierarchical=True, two_hop=True, master_weights="sharded", param_dtype=torch.bfloat16
+    ),
 }
 
 
@@ -78,10 +97,18 @@ class Training:
             layout = Layout(topology=topology, partition_size=partition_size)
             mesh = init_mesh(layout, device_type="cpu")
         for module in (*workload.units(self.model), self.model):
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh, mp_policy=recipe.policy)
         if recipe.hierarchical or recipe.two_hop:
             apply_mics(self.model, topology=topology, hierarchical=recipe.hierarchical)
-        self._optimizer = workload.optimizer(self.model)
+        if recipe.master_weights is None:
+            self._optimizer = workload.optimizer(self.model)
+        else:
+            self._optimizer = ReplicaShardedOptimizer(
+                self.model,
+                torch.optim.SGD,
+                master_weights=recipe.master_weights,
+                **workload.optimizer_options,
+            )
         self._batches = list(workload.batches(dist.get_rank()))
 
     def bound_of_stages(self) -> dict[str, int]:

@@ -47,7 +47,12 @@ class Linears:
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Plain SGD: the step is communication, not the optimizer's arithmetic."""
-        return torch.optim.SGD(model.parameters(), lr=1e-3)
+        return torch.optim.SGD(model.parameters(), **self.optimizer_options)
+
+    @property
+    def optimizer_options(self) -> dict[str, Any]:
+        """Of SGD."""
+        return {"lr": 1e-3}
 
 
 class _Layer(nn.Linear):

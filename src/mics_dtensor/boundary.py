@@ -20,6 +20,9 @@ from mics_dtensor.upstream import Unit
 
 logger = getLogger(__name__)
 
+IN_FLIGHT = 2
+"""Messages at a time: more would hold more buffers, and the link carries one after the other."""
+
 
 class Boundary:
     """All buckets of a model, and the agreement about them. One per optimizer step."""
@@ -97,7 +100,7 @@ class Boundary:
         more = {g: g.is_present for g in self.left}
         self._agree([had, more], num_micro_steps=num_micro_steps, problem=problem)
         deltas: list[Bucket] = []
-        for bucket in self.buckets:
+        for position, bucket in enumerate(self.buckets):
             wanted = [had[gradient] for gradient in bucket.gradients]
             if bucket.gradients[0] in self.left:
                 late = [gradient for gradient in bucket.gradients if more[gradient]]
@@ -107,6 +110,8 @@ class Boundary:
             else:
                 bucket.only(wanted)
                 bucket.launch(self.message)
+            if position >= IN_FLIGHT:
+                self.buckets[position - IN_FLIGHT].wait()
         for delta in deltas:
             delta.launch(self.message)
         self.buckets += deltas  # in flight like the others, should one fail

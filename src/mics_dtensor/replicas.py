@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mics_dtensor.errors import ConfigError, ReplicaError
 from mics_dtensor.stage import stage
-from mics_dtensor.upstream import local_of, units_of
+from mics_dtensor.upstream import do_before_unshard, local_of, units_of
 
 
 def synchronize_replicas(model: nn.Module | Iterable[nn.Module]) -> None:
@@ -84,6 +84,7 @@ def _held(model: nn.Module | Iterable[nn.Module]) -> list[_Held]:
     """Unit by unit, in an order that all replicas share; then what is in no unit."""
     parts = [model] if isinstance(model, nn.Module) else list(model)
     units = units_of(parts)
+    do_before_unshard(units)
     mine = {(unit.part, param.name) for unit in units for param in unit.params}
     label = "part {}, {}" if len(parts) > 1 else "{1}"
     held = [

@@ -17,9 +17,18 @@ import torch.distributed as dist
 from torch import nn
 
 from mics_dtensor.errors import CheckpointError, ConfigError
+from mics_dtensor.masters import place_state_hooks
 from mics_dtensor.mesh import hop_stages_of
 from mics_dtensor.slots import UnitSlots
-from mics_dtensor.upstream import Unit, add_hook, run_load_hooks, units_of
+from mics_dtensor.upstream import (
+    Unit,
+    add_hook,
+    full_state_is_asked,
+    narrow_parameters,
+    run_load_hooks,
+    set_post_optim_event,
+    units_of,
+)
 
 ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "DistMuon")
@@ -41,15 +50,22 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
 
     `master_weights`: "fp32": the shards are what is trained. "sharded": this replica's slice has an
     fp32 copy, which is trained, and the shards are rounded from it: make the optimizer while the
-    shards are fp32, then call `model.to(torch.bfloat16)` before the first forward. `.grad` is then
-    fp32. Per element of a shard, with Adam: 4 + 4 + 8/R bytes, or 2 + 4 + 12/R.
+    shards are fp32; it casts them to the `param_dtype` of their unit (without one, call
+    `model.to(torch.bfloat16)` before the first forward). `.grad` is then fp32, and the model's
+    state dict has the masters under its own names. Per element of a shard, with Adam: 4 + 4 + 8/R
+    bytes, or 2 + 4 + 12/R.
 
     `skip_nonfinite`: skip the step, on every rank of the world, if a gradient of one is not finite;
     `skipped` then says so. Entries may be changed in `param_groups` between steps, as learning-rate
     schedulers do. `state` is a view: read it, load with load_state_dict.
 
-    Save and load through torch.distributed.checkpoint, sharded: `full_state_dict=True` of torch's
-    state_dict functions does not know the pieces and would hand over this rank's alone.
+    `overlap_gather`: step() returns while updated slices still travel. Each unit has its own before
+    FSDP2 gathers it, by whatever road, before a state dict and before the next step; before you
+    read or write a parameter by hand, call wait().
+
+    It moves the shards of each unit end to end, so that slices are gathered in place: make it
+    before you keep a state dict of the model. Save and load with torch.distributed.checkpoint;
+    `full_state_dict=True` of torch's state dict functions gathers.
 
     Collective: step(), over the replicas. Raises ConfigError for what cannot be sliced.
     """
@@ -63,10 +79,12 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
         elementwise: bool | None = None,
         master_weights: MasterWeights = "fp32",
         skip_nonfinite: bool = False,
+        overlap_gather: bool = False,
         **defaults: Any,
     ) -> None:
         _refuse_class(optimizer_cls, elementwise)
         self.skip_nonfinite, self.skipped = skip_nonfinite, False
+        self.overlap_gather = overlap_gather
         parts = [model] if isinstance(model, nn.Module) else list(model)
         self._parts, units = parts, units_of(parts)
         groups = _groups(units, param_groups)
@@ -83,6 +101,10 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
             if id(slot.parameter) in chosen
         }
         self._refuse_outside(groups)
+        if has_masters:
+            _narrow(parts, self._units)
+        for unit_slots in self._units:
+            unit_slots.lay()
         self._inner = optimizer_cls(
             [{**g, "params": [self._slots[p].tensor for p in g["params"]]} for g in groups],
             **defaults,
@@ -92,6 +114,8 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
         hooks = [
             add_hook(slot.parameter, slot.slice) for unit in self._units for slot in unit.slots
         ]
+        if has_masters or overlap_gather:
+            hooks += place_state_hooks(parts, self._units)
         finalize(self, _remove, hooks)
 
     @overload
@@ -106,6 +130,7 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.wait()
         for slot in self._slots.values():
             slot.follow()
             slot.refuse_wide_shard()
@@ -122,22 +147,46 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
                 slot.write_back()
             stages = hop_stages_of(self._parts)
             for unit in self._units:
-                unit.gather(stages)
+                unit.gather(stages, overlap=self.overlap_gather)
+            if self.overlap_gather:
+                device = self._units[0].unit.device if self._units else torch.device("cpu")
+                event = torch.get_device_module(device).Event()
+                event.record()
+                set_post_optim_event(self._parts, event)
         return loss
+
+    def wait(self) -> None:
+        """Until all shards are whole: before parameters are read or written by hand.
+
+        With `overlap_gather` alone; whatever goes through FSDP2, a state dict or step() waits by
+        itself. No communication starts here.
+        """
+        if self.overlap_gather:
+            for unit in self._units:
+                unit.wait()
+            set_post_optim_event(self._parts, None)  # the next forward sees what is written by hand
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; states are pieces. Collective if torch is asked for full_state_dict=True."""
+        self.wait()
+        return super().state_dict()
 
     @property  # type: ignore[override]
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
         """By parameter: its states, those of the slice's shape as pieces of the whole tensor."""
         found: dict[nn.Parameter, dict[str, Any]] = {}
-        for parameter, slot in vars(self).get("_slots", {}).items():
-            its = self._inner.state.get(slot.tensor)
-            if its:
-                found[parameter] = {
-                    name: slot.as_piece(value) if _is_of(slot.tensor, value) else value
-                    for name, value in its.items()
-                }
-                if slot.has_master:
-                    found[parameter]["master"] = slot.as_piece(slot.tensor)
+        is_full = full_state_is_asked()
+        for unit in vars(self).get("_units", []):
+            for slot in unit.slots:
+                if its := self._inner.state.get(slot.tensor):
+                    found[slot.parameter] = {
+                        name: value
+                        if not _is_of(slot.tensor, value)
+                        else slot.as_whole(value, unit.unit.replicate_group)
+                        if is_full
+                        else slot.as_piece(value)
+                        for name, value in its.items()
+                    }
         return found
 
     @state.setter
@@ -151,6 +200,7 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
 
         No communication. Raises CheckpointError for states of another layout.
         """
+        self.wait()
         state_dict = run_load_hooks(self, state_dict)
         parameters = [p for group in self.param_groups for p in group["params"]]
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
@@ -161,10 +211,6 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
         for name, parameter in zip(names, parameters, strict=True):
             saved = dict(state_dict["state"].get(name, {}))
             slot = self._slots[parameter]
-            if "master" in saved:
-                master = slot.from_saved(saved.pop("master"))
-                if slot.has_master:
-                    slot.tensor.copy_(master)
             if saved:
                 self._inner.state[slot.tensor] = {
                     key: slot.from_saved(value) for key, value in saved.items()
@@ -230,6 +276,17 @@ def _refuse_class(optimizer_cls: type[torch.optim.Optimizer], elementwise: bool 
             f"{name} is not known to treat every element alone; use Adam, AdamW or SGD, or say "
             "elementwise=True if it does"
         )
+
+
+def _narrow(parts: list[nn.Module], units: list[UnitSlots]) -> None:
+    """Shards beside a master to the dtype in which they are gathered, if that is narrower."""
+    dtypes: dict[torch.dtype, list[nn.Parameter]] = {}
+    for unit in units:
+        for slot in unit.slots:
+            if (dtype := unit.unit.gather_dtype).itemsize < slot.shard.itemsize:
+                dtypes.setdefault(dtype, []).append(slot.parameter)
+    for dtype, parameters in dtypes.items():
+        narrow_parameters(parts, parameters, dtype)
 
 
 def _is_of(tensor: torch.Tensor, value: object) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -160,17 +161,20 @@ class SlicesSent:
         sizes = [sum(end - start for start, end in its) for its in cuts]
         self._flat, self._mine, self._size = flat, cuts[group.rank()], sizes[group.rank()]
         self._work: dist.Work | None = None
+        message = _as_it_lies(flat, cuts)
         if stages is not None and len(sizes) * max(sizes) <= 2 * sum(sizes):
-            message = flat.new_zeros(len(sizes), max(sizes))  # [replica, slice]
-            for row, its, size in zip(message, cuts, sizes, strict=True):
-                row[:size] = torch.cat([flat[start:end] for start, end in its])
+            if message is None or len(set(sizes)) > 1:
+                message = flat.new_zeros(len(sizes), max(sizes))  # [replica, slice]
+                for row, its, size in zip(message, cuts, sizes, strict=True):
+                    row[:size] = torch.cat([flat[start:end] for start, end in its])
             self._received = flat.new_empty(max(sizes))
             HierarchicalReduceScatter(stages, unit="slices")(
                 self._received, message.view(-1), group, dist.ReduceOp.SUM
             )
             self._received = self._received[: self._size]
             return
-        message = torch.cat([flat[start:end] for its in cuts for start, end in its])
+        if message is None:
+            message = torch.cat([flat[start:end] for its in cuts for start, end in its])
         if len(set(sizes)) == 1 and dist.get_backend(group) != dist.Backend.GLOO:
             self._received = flat.new_empty(self._size)
             self._work = reduce_scatter(self._received, message, group=group, async_op=True)
@@ -201,36 +205,68 @@ class SlicesSent:
             at += end - start
 
 
-def gather_slices(
-    slices: Sequence[Slice],
-    *,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    stages: Stages | None = None,
-) -> None:
-    """Every replica's slices of one unit, into the shards. Collective over `group`.
+def _as_it_lies(flat: torch.Tensor, cuts: Sequence[Sequence[Range]]) -> torch.Tensor | None:
+    """The part of `flat` in which the slices lie end to end, replica by replica; else None."""
+    ranges = [its for each in cuts for its in each if its[0] < its[1]]
+    if not ranges or any(end != start for (_, end), (start, _) in pairwise(ranges)):
+        return None
+    return flat[ranges[0][0] : ranges[-1][1]]
 
-    Staged: one message of the whole shard of the unit, freed when it has been copied out.
+
+class SlicesGathered:
+    """Every replica's slices of one unit on their way into the shards. Collective over `group`.
+
+    In place where the shards lie end to end in `room`: one message, nothing is copied. Else staged:
+    one message of the whole shard of the unit, freed when `wait` has copied it out.
     """
-    flats = [flat_shard(its.param) for its in slices]
-    sizes = [
-        sum(its.ranges[replica][1] - its.ranges[replica][0] for its in slices)
-        for replica in range(group.size())
-    ]
-    if not sum(sizes):
-        return
-    me = group.rank()
-    staged = flats[0].new_empty(group.size(), max(sizes), device=device)  # [replica, slice]
-    own = flats[0].new_zeros(max(sizes), device=device)
-    own[: sizes[me]] = torch.cat([its.of(at) for its, at in zip(slices, flats, strict=True)])
-    if stages is not None:
-        HierarchicalAllGather(stages, unit="slices")(staged.view(-1), own, group)
-    else:
-        all_gather(staged.view(-1), own, group=group)
-    for replica, row in enumerate(staged):
-        at = 0
-        for its, flat in zip(slices, flats, strict=True):
-            start, end = its.ranges[replica]
-            if replica != me:
-                flat[start:end] = row[at : at + end - start]
-            at += end - start
+
+    def __init__(
+        self,
+        slices: Sequence[Slice],
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        stages: Stages | None = None,
+        room: torch.Tensor | None = None,
+        async_op: bool = False,
+    ) -> None:
+        self._slices, self._me = slices, group.rank()
+        self._staged: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+        share = max(sum(end - start for start, end in its) for its in self._of_replicas(group))
+        if not share:
+            return
+        if room is None:
+            flats = [flat_shard(its.param) for its in slices]
+            staged = flats[0].new_empty(group.size(), share, device=device)
+            mine = torch.cat([its.of(at) for its, at in zip(slices, flats, strict=True)])
+            staged[self._me, : mine.numel()] = mine
+            self._staged, room = staged, staged.view(-1)
+        whole = room[: group.size() * share]
+        own = whole[self._me * share : (self._me + 1) * share]
+        if stages is not None:
+            hierarchical = HierarchicalAllGather(stages, unit="slices")
+            self._work = hierarchical(whole, own, group, async_op)
+        else:
+            self._work = all_gather(whole, own, group=group, async_op=async_op)
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Until the shards are whole (on CUDA: until the current stream may use them)."""
+        if self._work is not None:
+            self._work.wait()
+        if self._staged is None:
+            return
+        if self._staged.is_cuda:  # it may be copied out on another stream than it was made on
+            self._staged.record_stream(torch.cuda.current_stream(self._staged.device))
+        for replica, row in enumerate(self._staged):
+            at = 0
+            for its in self._slices:
+                start, end = its.ranges[replica]
+                if replica != self._me:
+                    flat_shard(its.param)[start:end] = row[at : at + end - start]
+                at += end - start
+        self._staged = None
+
+    def _of_replicas(self, group: dist.ProcessGroup) -> list[list[Range]]:
+        return [[its.ranges[replica] for its in self._slices] for replica in range(group.size())]

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from mics_dtensor.errors import CheckpointError, ConfigError
 from mics_dtensor.mesh import Ranks, Stages, ranks_of
-from mics_dtensor.slices import Slice, gather_slices, slice_of, slices_of_unit
+from mics_dtensor.slices import Slice, SlicesGathered, slice_of, slices_of_unit
 from mics_dtensor.stage import stage
 from mics_dtensor.upstream import (
     Box,
     Piece,
     Unit,
+    as_summand,
+    before_unshard,
     boxes_of,
     flat_shard,
     is_replaced,
+    lay_end_to_end,
+    lies_end_to_end,
     local_of,
     place_of_shard,
+    version_of,
 )
 
 
@@ -37,13 +44,16 @@ class Slot:
     tensor: torch.Tensor
     has_master: bool
     address: int = 0  # of the shard
+    version: int = 0  # of a master, when we last wrote to it
 
     @classmethod
     def of(cls, its: Slice, *, has_master: bool) -> Slot:
         """With the shard as it stands."""
         view = its.of(flat_shard(its.param))
         tensor = view.float().clone() if has_master else view
-        return cls(its, its.param.parameter, tensor, has_master, view.data_ptr())
+        made = cls(its, its.param.parameter, tensor, has_master, view.data_ptr())
+        made.settle()
+        return made
 
     @property
     def shard(self) -> torch.Tensor:
@@ -55,7 +65,8 @@ class Slot:
 
         A master stays where the shard is still what it rounds to, and is taken anew elsewhere:
         somebody has loaded or written weights. Compared each time, since what DTensor and DCP write
-        leaves no trace in the version of the shard.
+        leaves no trace in the version of the shard. What DCP writes into a master does: then
+        load_state_dict has to follow, or the shard would win. Raises CheckpointError.
         """
         if is_replaced(self.slice.param, self.parameter):
             raise ConfigError(
@@ -65,8 +76,15 @@ class Slot:
             )
         view = self.slice.of(self.shard)
         if self.has_master:
+            if version_of(self.tensor) != self.version:
+                raise CheckpointError(
+                    f"{self.slice.param.name} was loaded into the state dict of the model and not "
+                    "into the model: call model.load_state_dict(state), or set_model_state_dict, "
+                    "with what torch.distributed.checkpoint has filled"
+                )
             kept = self.tensor.to(view.dtype) == view
             self.tensor.copy_(torch.where(kept, self.tensor, view.float()))
+            self.settle()
         elif view.data_ptr() != self.address or view.dtype != self.tensor.dtype:
             self.tensor.data, self.address = view, view.data_ptr()
 
@@ -90,6 +108,11 @@ class Slot:
         """Round the master into the shard."""
         if self.has_master:
             self.slice.of(self.shard).copy_(self.tensor)
+            self.settle()
+
+    def settle(self) -> None:
+        """What is in the master by now is known to be in the shard."""
+        self.version = version_of(self.tensor)
 
     @property
     def boxes(self) -> list[Box]:
@@ -103,6 +126,24 @@ class Slot:
     def as_piece(self, value: torch.Tensor) -> Piece:
         """A state of the slice's shape, for a checkpoint; shares storage."""
         return Piece.of(value, self.parameter.shape, self.boxes)
+
+    @torch.no_grad()
+    def as_whole(self, value: torch.Tensor, group: dist.ProcessGroup | None) -> DTensor:
+        """A state of the slice's shape, of the whole shard. Collective over `group`."""
+        local = torch.zeros(self.shard.shape, dtype=value.dtype, device=value.device)
+        self.slice.of(local).copy_(value)
+        if group is not None and group.size() > 1:  # disjoint slices: the sum is exact
+            dist.all_reduce(local, group=group)
+        return as_summand(self.slice.param, local.view(self.slice.param.local.shape), axis=None)
+
+    def fits(self, value: torch.Tensor) -> bool:
+        """Whether it is whole, or cut as the parameter is."""
+        if not isinstance(value, DTensor) or not isinstance(self.parameter, DTensor):
+            return value.shape == self.parameter.shape
+        return (value.device_mesh, value.placements) == (
+            self.parameter.device_mesh,
+            self.parameter.placements,
+        )
 
     def from_saved(self, value: Any) -> Any:
         """A state of this slice out of a piece, or out of a whole tensor; other values as they are.
@@ -133,10 +174,14 @@ class Slot:
 
 @dataclass(eq=False)
 class UnitSlots:
-    """The slots of one unit: one message after the step."""
+    """The slots of one unit: one message after the step, perhaps on its way for a while."""
 
     unit: Unit
     slots: list[Slot]
+    room: torch.Tensor | None = None  # in which the shards lie end to end: gathered in place
+    in_flight: SlicesGathered | None = None
+    undo: Callable[[], None] | None = None  # takes `land` away from FSDP2's gather
+    landed: torch.Event | None = None  # on CUDA: when the shards are whole
 
     @classmethod
     def of(cls, unit: Unit, chosen: set[int], *, has_masters: bool) -> UnitSlots | None:
@@ -150,17 +195,69 @@ class UnitSlots:
                     "parameters of a unit to one, or delete the other first"
                 )
         slices = slices_of_unit(unit, torch.float32 if has_masters else None)
-        return cls(unit, [Slot.of(its, has_master=has_masters) for its in slices])
+        return cls(unit, [Slot.of(each, has_master=has_masters) for each in slices])
 
-    def gather(self, stages: Mapping[Ranks, Stages]) -> None:
+    def lay(self) -> None:
+        """Move the shards end to end, so that they are gathered where they lie."""
+        params, num_replicas = [slot.slice.param for slot in self.slots], self.unit.num_replicas
+        if num_replicas == 1 or any(param.local.device != self.unit.device for param in params):
+            return
+        share = -(-sum(param.local.numel() for param in params) // num_replicas)
+        self.room = lay_end_to_end(params, least_numel=num_replicas * share)
+        for slot in self.slots:
+            slot.follow()
+
+    def gather(self, stages: Mapping[Ranks, Stages], *, overlap: bool = False) -> None:
         """The slices of the other replicas. Collective over the replication group.
 
         `stages` are those of the replication groups with several ranks in a node, by their ranks.
+        With `overlap` it is over when FSDP2 gathers the unit, or after `land`.
         """
-        if self.unit.num_replicas == 1 or self.unit.replicate_group is None:
-            return
         slices = [slot.slice for slot in self.slots]
+        if (sent := self.send(slices, stages, overlap=overlap)) is None:
+            return
+        self.in_flight = sent
+        if overlap:
+            self.undo = before_unshard(self.unit, self.land)
+        else:
+            self.land()
+
+    def send(
+        self, slices: Sequence[Slice], stages: Mapping[Ranks, Stages], *, overlap: bool = False
+    ) -> SlicesGathered | None:
+        """Start to gather some slices of the unit; None where there is one replica."""
+        if self.unit.num_replicas == 1 or self.unit.replicate_group is None:
+            return None
+        params, room = [slot.slice.param for slot in self.slots], self.room
+        if room is not None and (len(slices) != len(params) or not lies_end_to_end(params, room)):
+            room = None
         with stage("gather of updated slices", self.unit.name, self.unit.replicate_group) as group:
-            gather_slices(
-                slices, group=group, device=self.unit.device, stages=stages.get(ranks_of(group))
+            return SlicesGathered(
+                slices,
+                group=group,
+                device=self.unit.device,
+                stages=stages.get(ranks_of(group)),
+                room=room,
+                async_op=overlap,
             )
+
+    def land(self) -> None:
+        """Until the shards are whole (on CUDA: until the current stream may use them)."""
+        if self.in_flight is None or self.unit.replicate_group is None:
+            return
+        sent, self.in_flight = self.in_flight, None
+        if self.undo is not None:
+            self.undo()
+            self.undo = None
+        with stage("gather of updated slices", self.unit.name, self.unit.replicate_group):
+            sent.wait()
+        if self.unit.device.type != "cpu":
+            self.landed = torch.get_device_module(self.unit.device).Event()
+            self.landed.record()
+
+    def wait(self) -> None:
+        """As `land`, also where another stream has brought the shards in."""
+        self.land()
+        if self.landed is not None:
+            torch.get_device_module(self.unit.device).current_stream().wait_event(self.landed)
+            self.landed = None

@@ -15,8 +15,10 @@ from harness.ranks import ranks
 from harness.sharded import batch, mesh_of, said_by_all, shard, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 
@@ -118,6 +120,27 @@ def test_every_layout_loads_every_other_and_goes_on_alike() -> None:
         train(model, optimizer, 3, 5)
         for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
             assert torch.allclose(whole(mine), whole(theirs), rtol=1e-5), (source, target)
+
+
+@ranks(4)
+def test_whole_tensors_are_gathered_or_loaded_when_torch_is_asked_for_them() -> None:
+    for cpu_offload in (False, True):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
+        model, optimizer = made(2, 2)
+        train(model, optimizer, 0, 2)
+        states = get_optimizer_state_dict(model, optimizer, options=options)
+        right = whole_states(model, optimizer)
+        if dist.get_rank() == 0 or not cpu_offload:
+            for name, its in states["state"].items():
+                for key, value in its.items():
+                    assert type(value) is torch.Tensor
+                    assert torch.equal(value, right[f"{name}.{key}"])
+        if cpu_offload:
+            continue
+        other, its = made(4, 1)
+        set_optimizer_state_dict(other, its, states, options=options)
+        for name, value in whole_states(other, its).items():
+            assert torch.equal(value, right[name]), name
 
 
 @ranks(4)

@@ -66,8 +66,6 @@ def test_explain_counts_both_halves_and_they_are_an_all_reduce_or_three_quarters
         apply_mics(model, topology=topology)
         plain = boundary_bytes(explain(model, num_micro_steps=1))
         optimizer = ReplicaShardedOptimizer(model, torch.optim.SGD, master_weights=masters)
-        if masters == "sharded":
-            model.to(torch.bfloat16)
         told = explain(model, num_micro_steps=1)
         counted = counted_step(model, optimizer)
         assert counted.by_kind == told.collectives

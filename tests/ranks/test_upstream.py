@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._checkpointable as _checkpointable
+import torch.distributed.checkpoint.state_dict as dcp_state
 from harness.ranks import ranks
 from harness.sharded import batch, mesh_of, shard, stack, whole
 from torch.distributed.device_mesh import DeviceMesh
@@ -341,6 +342,82 @@ class Canaries:
         with profile(activities=[ProfilerActivity.CPU]):
             assert torch.autograd.profiler._is_profiler_enabled
         assert not torch.autograd.profiler._is_profiler_enabled
+
+    def sharded_param_data_end_to_end(self) -> None:
+        """`_sharded_param_data` is what FSDP2 gathers, also after its lazy init; padding is not."""
+        from mics_dtensor.upstream import lay_end_to_end, lies_end_to_end, units_of
+
+        def results(*, moved: bool) -> list[torch.Tensor]:
+            model: Any = shard(stack(), mesh_of(2, 2))
+            rooms = {}
+            for unit in units_of(model) if moved else []:
+                rooms[unit] = lay_end_to_end(unit.params, least_numel=0)
+                assert rooms[unit] is not None
+            found = [model(batch(0))]
+            found[0].sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            found.append(model(batch(0)))
+            for unit, room in rooms.items():
+                assert lies_end_to_end(unit.params, room)
+                room.fill_(0.5)
+            if moved:
+                assert all((whole(p) == 0.5).all() for p in model.parameters())
+                model.to(torch.bfloat16)
+                assert not any(lies_end_to_end(u.params, room) for u, room in rooms.items())
+            return found
+
+        for mine, theirs in zip(results(moved=True), results(moved=False), strict=True):
+            assert torch.equal(mine, theirs)
+
+    def apply_of_some_parameters_and_version(self) -> None:
+        """`_apply` is what module.to() calls, with the parameters themselves; `_version` counts."""
+        from mics_dtensor.upstream import narrow_parameters, version_of
+
+        bias, weight = self.layer.linear.bias, self.layer.linear.weight
+        narrow_parameters([self.model], [bias], torch.bfloat16)
+        assert self.layer.linear.bias is bias
+        assert (bias.dtype, weight.dtype) == (torch.bfloat16, torch.float32)
+        assert self.param.sharded_param.dtype == torch.float32
+        tensor = torch.zeros(4)
+        before = version_of(tensor)
+        tensor[1:3].view(2, 1).copy_(torch.ones(2, 1))
+        assert version_of(tensor) == before + 1
+        assert tensor._version == version_of(tensor)
+
+    def unshard_is_looked_up_on_the_group(self) -> None:
+        """Forward, prefetch and unshard() all call `group.unshard`, with `async_op` alone."""
+        from mics_dtensor.upstream import before_unshard, units_of
+
+        self.model.layers[0].set_modules_to_forward_prefetch([self.model.layers[1]])
+        calls: list[str] = []
+        undo = [before_unshard(u, lambda u=u: calls.append(u.name)) for u in units_of(self.model)]
+        self.model(batch(0))
+        assert calls[:3] == ["(root)", "layers.0", "layers.1"]
+        calls.clear()
+        self.layer.unshard(async_op=True).wait()
+        assert calls == ["layers.0"]
+        for each in undo:
+            each()
+        assert "unshard" not in vars(self.group)
+        assert callable(self.group.comm_ctx.get_all_gather_streams)
+        assert hasattr(self.group.device_handle, "stream")
+        assert callable(self.model.set_post_optim_event)
+
+    def state_dict_info_of_full_state(self) -> None:
+        """`_StateDictInfo` stands as `info` in the frames of torch's state dict functions."""
+        from mics_dtensor.upstream import full_state_is_asked
+
+        asked: list[bool] = []
+        self.model.register_state_dict_pre_hook(lambda *_: asked.append(full_state_is_asked()))
+        for full in (True, False):
+            options = dcp_state.StateDictOptions(full_state_dict=full)
+            dcp_state.get_model_state_dict(self.model, options=options)
+            optimizer = torch.optim.SGD(self.model.parameters())
+            optimizer.register_state_dict_pre_hook(lambda _: asked.append(full_state_is_asked()))
+            dcp_state.get_optimizer_state_dict(self.model, optimizer, options=options)
+        self.model.state_dict()
+        assert asked == [True, True, False, False, False]
+        assert dcp_state._StateDictInfo.__module__ == dcp_state.__name__
 
     def fake_tensors_and_memory_tracker(self) -> None:
         """torch._subclasses.fake_tensor and torch.distributed._tools.fsdp2_mem_tracker."""

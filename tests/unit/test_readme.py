@@ -16,18 +16,9 @@ def test_the_length_of_the_mechanism() -> None:
     assert f"The mechanism is {lines:,} lines" in README
 
 
-def test_every_key_of_mics_is_in_its_table_or_said_to_be_reserved() -> None:
+def test_every_key_of_mics_is_in_its_table() -> None:
     table = set(re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE))
-    reserved = README[
-        README.index("Reserved, and refused") : README.index("A file without `[mics]`")
-    ]
-    keys = {
-        name.removeprefix("mics."): key for name, key in config_keys().items() if "mics." in name
-    }
-    assert table == {name for name, key in keys.items() if not key.reserved}
-    assert {name for name, key in keys.items() if key.reserved} <= set(
-        re.findall(r"`(\w+)`", reserved)
-    )
+    assert table == {name.removeprefix("mics.") for name in config_keys() if "mics." in name}
 
 
 def test_files_that_it_names_exist() -> None:

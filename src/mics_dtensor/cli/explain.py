@@ -20,6 +20,7 @@ from mics_dtensor.train.degrees import num_micro_steps, resolve
 from mics_dtensor.train.key import value_at
 from mics_dtensor.train.load import Run, load
 from mics_dtensor.train.loss_chunks import num_loss_chunks
+from mics_dtensor.train.planning import shard_itemsize
 from mics_dtensor.train.values import shown
 
 SUMMARY = (
@@ -124,9 +125,7 @@ def plan_of(config: RunConfig, layout: Layout, micro_steps: int, *, backend: Any
         hop_itemsize=ITEMSIZE[
             config.mics.second_hop_dtype or config.training.mixed_precision_reduce
         ],
-        update_itemsize=(
-            ITEMSIZE[config.training.dtype] if config.mics.optimizer_over_replicas else None
-        ),
+        update_itemsize=shard_itemsize(config) if config.mics.optimizer_over_replicas else None,
         reshard_after_forward=parallelism.fsdp_reshard_after_forward,
         node_local_backward=config.mics.node_local_backward,
         chunked_loss=num_loss_chunks(config) > 1,

@@ -36,14 +36,28 @@ CPU = Kernels(fused_norm=False, keeps_attention=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """How parameters and their gradients are held; `num_loss_chunks` as [loss] num_chunks."""
+    """How parameters and their gradients are held; `num_loss_chunks` as [loss] num_chunks.
+
+    `has_masters`: gradients are fp32, and beside the states there are fp32 weights, cut like them.
+    """
 
     param_itemsize: int = 4
+    has_masters: bool = False
     num_loss_chunks: int = 1
     num_micro_steps: int = 1
     hierarchical: bool = True
     max_seq_len: int | None = None
     """Positions of the rotary table of each block; not given, those of a sequence."""
+
+    @property
+    def gradient_itemsize(self) -> int:
+        """Bytes of an element of `.grad`."""
+        return 4 if self.has_masters else self.param_itemsize
+
+    @property
+    def states_itemsize(self) -> int:
+        """Bytes that AdamW keeps for an element: two moments, and the master."""
+        return 12 if self.has_masters else 2 * self.param_itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +106,7 @@ def peak_memory(
     shape, shard = work.shape, sum(unit.count * unit.shard_numel() for unit in units)
     parameters = shard * holding.param_itemsize
     cut = 1 if work.num_states_shards is None else work.num_states_shards // units[0].shard.size
-    states = 2 * shard * holding.param_itemsize // cut
+    states = shard * holding.states_itemsize // cut
     moments = _moments(units, work, holding, kernels)
     peak = max(moments, key=lambda moment: moment.total)
     kept_gathered = sum(
@@ -169,7 +183,7 @@ def _of(units: Sequence[Unit], part: str) -> Unit:
 
 
 def _gradient_bytes(unit: Unit, holding: Holding) -> float:
-    return unit.count * unit.shard_numel() * holding.param_itemsize
+    return unit.count * unit.shard_numel() * holding.gradient_itemsize
 
 
 def _held_before(units: Sequence[Unit], holding: Holding) -> float:

@@ -53,6 +53,8 @@ class Question:
     node_local_backwards: tuple[bool, ...] = (False, True)
     optimizers_over_replicas: tuple[bool, ...] = (False,)
     param_itemsize: int = 4
+    has_masters: bool = False
+    """Where states are cut: fp32 weights in the slices, and shards as they are gathered."""
     num_loss_chunks: int = 1
     bucket_size_bytes: int = BUCKET_SIZE_BYTES
 
@@ -182,9 +184,20 @@ def _units(question: Question, layout: Layout, variant: Variant) -> tuple[Unit, 
     policy = replace(
         question.policy,
         node_local_backward=variant.node_local_backward,
-        update_itemsize=question.param_itemsize if variant.optimizer_over_replicas else None,
+        update_itemsize=(
+            _shard_itemsize(question, variant) if variant.optimizer_over_replicas else None
+        ),
     )
     return traffic_units(question.model, layout, policy)
+
+
+def _has_masters(question: Question, variant: Variant) -> bool:
+    return question.has_masters and variant.optimizer_over_replicas
+
+
+def _shard_itemsize(question: Question, variant: Variant) -> int:
+    masters = _has_masters(question, variant)
+    return question.policy.gather_itemsize if masters else question.param_itemsize
 
 
 def _work(question: Question, shape: ModelShape, layout: Layout, variant: Variant) -> Work:
@@ -200,7 +213,8 @@ def _work(question: Question, shape: ModelShape, layout: Layout, variant: Varian
 
 def _memory(question: Question, shape: ModelShape, layout: Layout, variant: Variant) -> Memory:
     holding = Holding(
-        param_itemsize=question.param_itemsize,
+        param_itemsize=_shard_itemsize(question, variant),
+        has_masters=_has_masters(question, variant),
         num_loss_chunks=question.num_loss_chunks,
         num_micro_steps=question.sequences_of_a_rank // variant.micro_batch,
         hierarchical=variant.hierarchical,

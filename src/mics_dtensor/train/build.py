@@ -140,7 +140,11 @@ def _optimizer(config: RunConfig) -> Any:
     if config.mics.optimizer_over_replicas:
         from mics_dtensor.train.optimizer import SlicedOptimizers
 
-        return SlicedOptimizers.Config(param_groups=groups, implementation=written.implementation)
+        return SlicedOptimizers.Config(
+            param_groups=groups,
+            implementation=written.implementation,
+            master_weights=config.mics.master_weights,
+        )
     return OptimizersContainer.Config(param_groups=groups, implementation=written.implementation)
 
 

@@ -41,7 +41,7 @@ __all__ = ["Key", "Mics", "RunConfig", "config_keys"]
 
 @dataclass(frozen=True, kw_only=True)
 class Mics:
-    """[mics]; a key with `reserved=True` is refused with "not yet" when it is switched on."""
+    """[mics]: partition groups, the second hop, optimizer states over the replicas."""
 
     partition_size: int | str | None = key(
         None,
@@ -69,7 +69,11 @@ class Mics:
     optimizer_over_replicas: bool = key(
         False, "shard optimizer states over the replicas: 1/R of their memory, the same training"
     )
-    master_weights: bool = key(False, "fp32 copies of bf16 parameters", reserved=True)
+    master_weights: Literal["fp32", "sharded"] = key(
+        "fp32",
+        'with optimizer_over_replicas: the shards are fp32, or ("sharded") of '
+        "mixed_precision_param, and the fp32 weights in the slices alone",
+    )
     cluster: str | None = key(
         None, 'cluster that the planner reckons with: a preset, or a file that ends in ".toml"'
     )

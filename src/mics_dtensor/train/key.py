@@ -18,15 +18,11 @@ class Key:
     default: Any
     meaning: str
     unit: str
-    reserved: bool
-    """Known, and refused with "not yet" when it is set to anything but its default."""
 
 
-def key(default: Any, meaning: str, *, unit: str = "", reserved: bool = False) -> Any:
+def key(default: Any, meaning: str, *, unit: str = "") -> Any:
     """A field of a table: its default, what it means, and the unit it is counted in."""
-    return dataclasses.field(
-        default=default, metadata={"meaning": meaning, "unit": unit, "reserved": reserved}
-    )
+    return dataclasses.field(default=default, metadata={"meaning": meaning, "unit": unit})
 
 
 def keys(table: type, prefix: str = "") -> Iterator[Key]:
@@ -43,7 +39,6 @@ def keys(table: type, prefix: str = "") -> Iterator[Key]:
                 default=field.default,
                 meaning=field.metadata["meaning"],
                 unit=field.metadata["unit"],
-                reserved=field.metadata["reserved"],
             )
 
 

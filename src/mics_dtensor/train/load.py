@@ -116,12 +116,6 @@ def _refuse_what_cannot_be(config: RunConfig, origin: Mapping[str, str]) -> None
         by_reason.setdefault(row.refuse or "", []).append(given)
     if by_reason:
         raise ConfigError("; ".join(f"{', '.join(g)}: {why}" for why, g in by_reason.items()))
-    for key in config_keys().values():
-        value = value_at(config, key.name)
-        if key.reserved and value != key.default:
-            raise ConfigError(
-                f"{key.name} = {shown(value)}: not yet; the key is reserved, delete the line"
-            )
     _refuse_numbers(config)
 
 
@@ -161,6 +155,8 @@ def _refuse_numbers(config: RunConfig) -> None:
             "mics.node_local_backward = true is a part of the hierarchy, which mics.hierarchical = "
             "false switches off; delete one of the lines"
         )
+    if mics.master_weights == "sharded":
+        _refuse_masters(config)
     if mics.check_replicas_every < 0:
         raise ConfigError(
             f"mics.check_replicas_every = {mics.check_replicas_every}; write the number of steps, "
@@ -178,6 +174,30 @@ def _refuse_numbers(config: RunConfig) -> None:
             f"validation.seq_len {validation.seq_len} is longer than training.seq_len "
             f"{training.seq_len}, for which torchtitan 0.3 lays out positions; write at most that"
         )
+
+
+def _refuse_masters(config: RunConfig) -> None:
+    """What fp32 weights that are in the slices alone cannot be together with."""
+    said, training = 'mics.master_weights = "sharded"', config.training
+    if not config.mics.optimizer_over_replicas:
+        raise ConfigError(
+            f"{said} keeps the fp32 weights in the slices of the optimizer: write "
+            "mics.optimizer_over_replicas = true too, or delete the line"
+        )
+    if training.dtype != "float32" or training.mixed_precision_param == "float32":
+        raise ConfigError(
+            f"{said} takes fp32 weights and keeps shards of 16 bits, but training.dtype = "
+            f"{shown(training.dtype)} and training.mixed_precision_param = "
+            f'{shown(training.mixed_precision_param)}; write "float32" and "bfloat16", or delete '
+            "the line"
+        )
+    for name in ("initial_load_in_hf", "last_save_in_hf"):
+        if getattr(config.checkpoint, name):
+            raise ConfigError(
+                f"checkpoint.{name} = true reorders whole weights, and with {said} a rank has "
+                "pieces of them: convert a checkpoint of DCP beforehand or afterwards, or delete "
+                "one of the lines"
+            )
 
 
 def _inert(config: RunConfig, origin: Mapping[str, str]) -> tuple[str, ...]:

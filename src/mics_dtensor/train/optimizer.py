@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torchtitan.components.optimizer import OptimizersContainer
@@ -21,6 +21,8 @@ class SlicedOptimizers(OptimizersContainer):
     class Config(OptimizersContainer.Config):
         """torchtitan's. Refuses what slices of states cannot be, or would ignore in silence."""
 
+        master_weights: Literal["fp32", "sharded"] = "fp32"
+
         def __post_init__(self) -> None:
             if self.implementation == "fused_opt_states_bf16":
                 raise ConfigError(
@@ -35,6 +37,10 @@ class SlicedOptimizers(OptimizersContainer):
                         "AdamW, or delete one of the lines"
                     )
 
+    def __init__(self, config: Config, **options: Any) -> None:
+        self._master_weights = config.master_weights
+        super().__init__(config, **options)
+
     def _resolve_optimizer_factory(self, name: str) -> Callable[..., Optimizer]:
         return partial(self._sliced, OptimizersContainer._resolve_optimizer_factory(name))
 
@@ -42,5 +48,9 @@ class SlicedOptimizers(OptimizersContainer):
         self, optimizer_cls: Any, groups: list[dict[str, Any]], **options: Any
     ) -> Optimizer:
         return ReplicaShardedOptimizer(
-            self.model_parts, optimizer_cls, param_groups=groups, **options
+            self.model_parts,
+            optimizer_cls,
+            param_groups=groups,
+            master_weights=self._master_weights,
+            **options,
         )

@@ -79,9 +79,17 @@ def question(
             (False, True) if freedom.optimizer_over_replicas else (mics.optimizer_over_replicas,)
         ),
         param_itemsize=ITEMSIZE[training.dtype],
+        has_masters=mics.master_weights == "sharded",
         num_loss_chunks=num_loss_chunks(config),
         bucket_size_bytes=mics.bucket_size_bytes,
     )
+
+
+def shard_itemsize(config: RunConfig) -> int:
+    """Bytes of an element of a shard: what an update of it sends."""
+    if config.mics.master_weights == "sharded":
+        return ITEMSIZE[config.training.mixed_precision_param]
+    return ITEMSIZE[config.training.dtype]
 
 
 def _checkpointing(config: RunConfig) -> Checkpointing:

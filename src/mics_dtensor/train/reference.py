@@ -26,7 +26,7 @@ def reference() -> str:
     tables: dict[str, list[str]] = {}
     for name, key in config_keys().items():
         table, _, last = name.rpartition(".")
-        cells = [f"`{last}`", _type(key), f"`{shown(key.default)}`", _meaning(key), _fate(name)]
+        cells = [f"`{last}`", _type(key), f"`{shown(key.default)}`", key.meaning, _fate(name)]
         row = f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
         tables.setdefault(table, []).append(row)
     parts = [HEAD]
@@ -38,10 +38,6 @@ def reference() -> str:
 
 def _type(key: Key) -> str:
     return f"{described(key.type)}{f', in {key.unit}' if key.unit else ''}"
-
-
-def _meaning(key: Key) -> str:
-    return f"{key.meaning} (reserved: not yet)" if key.reserved else key.meaning
 
 
 def _fate(name: str) -> str:

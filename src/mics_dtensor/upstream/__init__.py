@@ -17,6 +17,7 @@ from mics_dtensor.upstream.comm import (
     timeout_of,
 )
 from mics_dtensor.upstream.exchange import first_hop_only, reset_after_exception, whole_units
+from mics_dtensor.upstream.full_state import full_state_is_asked
 from mics_dtensor.upstream.piece import Box, Piece, boxes_of
 from mics_dtensor.upstream.reshard import (
     can_reshard_over_smaller_group,
@@ -28,12 +29,21 @@ from mics_dtensor.upstream.storage import (
     flat_shard,
     hooks_of,
     is_replaced,
+    lay_end_to_end,
+    lies_end_to_end,
     mesh_of_parameter,
+    narrow_parameters,
     place_of_shard,
     run_load_hooks,
+    version_of,
 )
 from mics_dtensor.upstream.tracing import is_profiling
 from mics_dtensor.upstream.units import ShardedParameter, Unit, local_of, units_of
+from mics_dtensor.upstream.unshard import (
+    before_unshard,
+    do_before_unshard,
+    set_post_optim_event,
+)
 
 __all__ = [
     "AllGather",
@@ -45,16 +55,22 @@ __all__ = [
     "add_hook",
     "all_gather",
     "as_summand",
+    "before_unshard",
     "boxes_of",
     "can_reshard_over_smaller_group",
     "coalescing",
+    "do_before_unshard",
     "first_hop_only",
     "flat_shard",
+    "full_state_is_asked",
     "hooks_of",
     "is_profiling",
     "is_replaced",
+    "lay_end_to_end",
+    "lies_end_to_end",
     "local_of",
     "mesh_of_parameter",
+    "narrow_parameters",
     "norms_of",
     "place_of_shard",
     "reduce_scatter",
@@ -62,8 +78,10 @@ __all__ = [
     "reshard_after_forward_over",
     "run_load_hooks",
     "scale_",
+    "set_post_optim_event",
     "set_timeout",
     "timeout_of",
     "units_of",
+    "version_of",
     "whole_units",
 ]

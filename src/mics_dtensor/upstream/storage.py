@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +18,65 @@ from mics_dtensor.upstream.units import ShardedParameter
 def flat_shard(param: ShardedParameter) -> torch.Tensor:
     """The shard of this rank, 1-D, without padding; shares the parameter's storage."""
     return param.local.detach().view(-1)
+
+
+def lay_end_to_end(params: Sequence[ShardedParameter], *, least_numel: int) -> torch.Tensor | None:
+    """Move the shards of a unit into one storage, end to end, and re-point FSDP2 to it.
+
+    Returns that storage, 1-D, of at least `least_numel` elements; None, with nothing changed, where
+    the shards are not plain tensors of one dtype and device. FSDP2 gathers a shard with its
+    padding, whose content nobody reads: here it is what lies behind, at the end zeros.
+    """
+    locals_ = [param.local for param in params]
+    kept = [param.fsdp._sharded_param_data for param in params]
+    alike = {(type(each), each.dtype, each.device) for each in (*locals_, *kept)}
+    if len(alike) != 1 or type(locals_[0]) is not torch.Tensor or locals_[0].is_meta:
+        return None
+    if not all(each.is_contiguous() for each in locals_):
+        return None
+    starts = list(accumulate((each.numel() for each in locals_), initial=0))
+    padded = [start + param.padded_numel for start, param in zip(starts, params, strict=False)]
+    room = torch.zeros(
+        max(least_numel, *padded),
+        dtype=locals_[0].dtype,
+        device=locals_[0].device,
+        pin_memory=bool(kept[0].is_pinned()),
+    )
+    for param, local, start, end in zip(params, locals_, starts, padded, strict=False):
+        view = room[start : start + local.numel()]
+        view.copy_(local.detach().reshape(-1))
+        param.fsdp._sharded_param_data = room[start:end]
+        param.fsdp.sharded_param._local_tensor = view.view(local.shape)
+    return room
+
+
+def lies_end_to_end(params: Sequence[ShardedParameter], room: torch.Tensor) -> bool:
+    """Whether the shards are still where `lay_end_to_end` has put them."""
+    at = room.data_ptr()
+    for param in params:
+        local = param.local
+        if local.dtype != room.dtype or (local.numel() and local.data_ptr() != at):
+            return False
+        at += local.numel() * local.itemsize
+    return True
+
+
+def narrow_parameters(
+    parts: Iterable[Any], parameters: Iterable[nn.Parameter], dtype: torch.dtype
+) -> None:
+    """As `module.to(dtype)`, of these parameters alone: buffers and the others stay."""
+    chosen = {id(parameter) for parameter in parameters}
+
+    def narrow(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if id(tensor) in chosen else tensor
+
+    for part in parts:
+        part._apply(narrow)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor, or a view of it, has been written to in place."""
+    return tensor._version
 
 
 def is_replaced(param: ShardedParameter, parameter: nn.Parameter) -> bool:
