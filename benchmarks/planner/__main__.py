@@ -21,7 +21,8 @@ from mics_dtensor.plan.cluster import cluster, presets
 from mics_dtensor.plan.memory import Holding, peak_memory
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
-from mics_dtensor.plan.search import Question, answer
+from mics_dtensor.plan.question import Question
+from mics_dtensor.plan.search import answer
 from mics_dtensor.plan.shape import ModelShape, preset_of
 from mics_dtensor.plan.step import PROFILES
 from mics_dtensor.topology import Topology

@@ -58,7 +58,12 @@ class Slice:
     ranges: tuple[Range, ...]  # [replica], in the flat local shard
     replica: int
     axis: int | None  # of the parameter's mesh, over the replicas; None where there is one
-    gradient_dtype: torch.dtype
+    wide_dtype: torch.dtype | None  # of gradients, where it is not the parameter's own
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """What `.grad` is summed in."""
+        return self.wide_dtype or self.param.parameter.dtype
 
     @property
     def mine(self) -> Range:
@@ -125,7 +130,7 @@ def slices_of_unit(unit: Unit, gradient_dtype: torch.dtype | None) -> list[Slice
             ranges=tuple(its),
             replica=0 if group is None else group.rank(),
             axis=_axis_of(param, group),
-            gradient_dtype=gradient_dtype or param.parameter.dtype,
+            wide_dtype=gradient_dtype,
         )
         for param, its in zip(trained, ranges, strict=True)
     ]

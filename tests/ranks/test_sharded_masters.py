@@ -40,13 +40,18 @@ def bf16_stack(
     return shard(stack(), mesh, mp_policy=policy)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 20) -> list[float]:
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    num_steps: int = 20,
+    dtype: torch.dtype = torch.float32,
+) -> list[float]:
     losses = []
     for step in range(num_steps):
         with gradient_accumulation(model, num_micro_steps=3) as accumulation:
             for micro in range(3):
                 with accumulation.micro_step():
-                    x = batch(step, micro, dist.get_rank())
+                    x = batch(step, micro, dist.get_rank()).to(dtype)
                     loss = (model(x) - x[:, :3]).square().mean()
                     loss.backward()
                     losses.append(loss.item())
@@ -79,7 +84,7 @@ def test_a_master_follows_weights_that_somebody_writes_and_keeps_its_bits_elsewh
     with pytest.raises(ConfigError, match=r"model\.to\(torch\.bfloat16\)"):
         optimizer.step()
     model.to(torch.bfloat16)
-    train(model, optimizer, 3)
+    train(model, optimizer, 3, torch.bfloat16)
     masters = {name: its.flat.clone() for name, its in model.state_dict().items()}
     with torch.no_grad():
         model.head.bias.fill_(3.0)

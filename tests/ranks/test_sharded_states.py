@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from harness.counting import Collectives, count_collectives
 from harness.ranks import ranks
-from harness.sharded import batch, equal_over, mesh_of, shard, stack, whole
+from harness.sharded import batch, equal_over, mesh_of, said_by_all, shard, stack, whole
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -63,7 +67,8 @@ def backwards(model: nn.Module, step: int, *, num_micro_steps: int = 2) -> None:
             with accumulation.micro_step():
                 # used on some ranks only, and by nobody in every fifth step
                 use = (step + micro + seat) % 3 == 0 and step % 5 != 4
-                model(batch(step, micro, seat, width=4), use).square().mean().backward()
+                x = batch(step, micro, seat, width=4).to(model.one.dtype)
+                model(x, use).square().mean().backward()
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: Iterator[int]) -> None:
@@ -147,9 +152,9 @@ def test_tensor_parallel_frozen_parameters_groups_and_a_scheduler() -> None:
     )
     theirs = torch.optim.AdamW(grouped(plain), lr=1e-2, foreach=False)
     for each, optimizer in ((model, mine), (plain, theirs)):
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=12)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=50)
         seat = dist.get_rank() // 2
-        for step in range(12):
+        for step in range(50):
             if step % 4 == 3:  # plain HSDP, outside of the context
                 each(batch(step, seat, width=4)).square().mean().backward()
             else:
@@ -161,6 +166,55 @@ def test_tensor_parallel_frozen_parameters_groups_and_a_scheduler() -> None:
     assert [g["lr"] for g in mine.param_groups] == [g["lr"] for g in theirs.param_groups]
     expect_equal(model, plain, bits=True)
     assert equal_over(locals_of(model), mesh.get_group("replicate"))
+
+
+@ranks(4)
+def test_with_shards_on_the_cpu_and_with_the_fused_kernel() -> None:
+    for options, policy in (
+        ({"foreach": False}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+        ({"fused": True}, {}),
+    ):
+        model, plain = odd(mesh_of(2, 2), **policy), odd(mesh_of(2, 2), **policy)
+        steps(model, sliced(model, **options), iter(range(10)))
+        steps(plain, adamw(plain, **options), iter(range(10)))
+        expect_equal(model, plain, bits=not options.get("fused"))
+
+
+@ranks(4)
+def test_every_elementwise_optimizer_of_torch() -> None:
+    kinds: list[tuple[Any, dict[str, Any]]] = [
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        (torch.optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
+    ]
+    for kind, options in kinds:
+        model, plain = odd(mesh_of(2, 2)), odd(mesh_of(2, 2))
+        mine = ReplicaShardedOptimizer(model, kind, lr=1e-2, **options)
+        steps(model, mine, iter(range(10)))
+        steps(plain, kind(plain.parameters(), lr=1e-2, **options), iter(range(10)))
+        expect_equal(model, plain, bits=True)
+
+
+@ranks(4)
+def test_fifty_steps_over_a_save_and_a_load_in_the_middle() -> None:
+    model, plain = odd(mesh_of(2, 2)), odd(mesh_of(2, 2))
+    optimizer = sliced(model)
+    steps(model, optimizer, iter(range(25)))
+    path = said_by_all(tempfile.mkdtemp() if dist.get_rank() == 0 else None)[0]
+    names = ("model", "optimizer")
+    dcp.save(dict(zip(names, get_state_dict(model, optimizer), strict=True)), checkpoint_id=path)
+    model = odd(mesh_of(2, 2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    optimizer = sliced(model)
+    held: dict[str, Any] = dict(zip(names, get_state_dict(model, optimizer), strict=True))
+    dcp.load(held, checkpoint_id=path)
+    set_state_dict(
+        model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"]
+    )
+    steps(model, optimizer, iter(range(25, 50)))
+    steps(plain, adamw(plain), iter(range(50)))
+    expect_equal(model, plain, bits=True)
 
 
 @ranks(4)
@@ -180,6 +234,8 @@ def test_states_take_a_share_of_the_memory() -> None:
 def test_slices_follow_a_shard_that_moves() -> None:
     model, plain = odd(mesh_of(2, 2)), odd(mesh_of(2, 2))
     mine, theirs = sliced(model), adamw(plain)
+    model.to(torch.float64)  # before the first step
+    plain.to(torch.float64)
     for each, optimizer in ((model, mine), (plain, theirs)):
         steps(each, optimizer, iter(range(2)))
         saved = {name: whole(t).clone() for name, t in each.state_dict().items()}

@@ -357,6 +357,7 @@ class Canaries:
             found[0].sum().backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
             found.append(model(batch(0)))
+            model.reshard()
             for unit, room in rooms.items():
                 assert lies_end_to_end(unit.params, room)
                 room.fill_(0.5)

@@ -12,6 +12,8 @@ from mics_dtensor.errors import ConfigError
 pytest.importorskip("torchtitan")
 from train.small_run import configured, ours, train, trained_by
 
+MASTERS = "--mics.master_weights=sharded"
+
 
 @pytest.mark.timeout(300)
 def test_the_run_is_that_of_whole_states(tmp_path: Path) -> None:
@@ -24,10 +26,25 @@ def test_the_run_is_that_of_whole_states(tmp_path: Path) -> None:
     assert got.norms == pytest.approx(expected.norms, rel=1e-4)  # sums in another order
 
 
+@pytest.mark.timeout(300)
+def test_the_run_is_the_same_with_fp32_weights_in_the_slices_alone(tmp_path: Path) -> None:
+    options = (
+        "--training.steps=8",
+        "--training.global_batch_size=8",
+        "--training.mixed_precision_param=bfloat16",
+        "--mics.optimizer_over_replicas=true",
+    )
+    expected = trained_by(ours, tmp_path, *options)
+    assert trained_by(ours, tmp_path, *options, MASTERS) == expected
+
+
+@pytest.mark.parametrize("masters", ["fp32", "sharded"])
 @ranks(4, timeout_s=110)
-def test_a_resumed_run_goes_on_alike(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_alike(tmp_path: Path, masters: str) -> None:
     options = (
         "--mics.optimizer_over_replicas=true",
+        f"--mics.master_weights={masters}",
+        "--training.mixed_precision_param=bfloat16",
         "--training.global_batch_size=8",
         "--training.steps=5",
         "--checkpoint.enable=true",

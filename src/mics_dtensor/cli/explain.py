@@ -199,6 +199,7 @@ def _as_json(run: Run, plan: Plan | None, why_not: str) -> dict[str, Any]:
             "inter_node_bytes": plan.sent.inter_node_bytes,
             "intra_node_bytes": plan.sent.intra_node_bytes,
             "collectives": plan.sent.collectives,
+            "adam_bytes_per_rank": plan.sent.adam_bytes,
             "plain_hsdp_inter_node_bytes": plan.sent.plain_hsdp.inter_node_bytes,
             "plain_fsdp_inter_node_bytes": plan.sent.plain_fsdp.inter_node_bytes,
             "stages": [dataclasses.asdict(stage) for stage in plan.sent.traffic.stages],

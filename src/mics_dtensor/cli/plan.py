@@ -12,9 +12,10 @@ from mics_dtensor.cli.plot import plot_answer, plot_scaling
 from mics_dtensor.cli.write import chosen_values, write_choice
 from mics_dtensor.errors import PlanError
 from mics_dtensor.plan.cluster import cluster, presets
+from mics_dtensor.plan.question import Question
 from mics_dtensor.plan.report import as_json, render
 from mics_dtensor.plan.scaling import parse_nodes, render_scaling, scaling, scaling_json
-from mics_dtensor.plan.search import Question, answer
+from mics_dtensor.plan.search import answer
 from mics_dtensor.train.load import load
 from mics_dtensor.train.planning import Freedom, question
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mics_dtensor.errors import PlanError
-from mics_dtensor.plan.search import Question, Variant
+from mics_dtensor.plan.question import Question, Variant
 from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.key import value_at
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mics_dtensor.layout import GroupShape
+from mics_dtensor.plan.slices import adam_bytes
 from mics_dtensor.plan.stage import Collective
 from mics_dtensor.plan.table import render
 from mics_dtensor.plan.traffic import Options, Traffic, Unit, step_traffic
@@ -55,14 +56,35 @@ class Comparison:
         return self.traffic.collectives
 
     @property
+    def adam_bytes(self) -> int:
+        """Of a rank: weights, gradients and AdamW's states, all trainable parameters together."""
+        return sum(
+            unit.count
+            * adam_bytes(
+                unit.shard_numel(),
+                num_replicas=unit.replicate.size,
+                itemsize=unit.update_itemsize,
+            )
+            for unit in self.units
+        )
+
+    @property
     def _plain(self) -> Options:
         return replace(self.options, hierarchical=False, two_hop=False)
 
     def __str__(self) -> str:
         has_replicas = any(unit.replicate.size > 1 for unit in self.units)
         others = {"plain HSDP, these groups": self.plain_hsdp} if has_replicas else {}
-        return render(
+        told = render(
             self.units, self.traffic, {**others, "plain FSDP over all ranks": self.plain_fsdp}
+        )
+        if not any(unit.update_itemsize for unit in self.units):
+            return told
+        whole = replace(self, units=tuple(replace(u, update_itemsize=None) for u in self.units))
+        return (
+            f"{told}\n\noptimizer states over the replicas: {self.adam_bytes / 1e9:.3g} GB of "
+            "weights, gradients and AdamW's states a rank; with whole ones "
+            f"{whole.adam_bytes / 1e9:.3g} GB"
         )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from mics_dtensor.plan.search import Answer, Question, Row, Variant
+from mics_dtensor.plan.question import Question, Variant
+from mics_dtensor.plan.search import Answer, Row
 
 Cells = tuple[str, ...]
 

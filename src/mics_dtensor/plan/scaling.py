@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mics_dtensor.errors import PlanError
-from mics_dtensor.plan.search import Answer, Question, Row, answer
+from mics_dtensor.plan.question import Question
+from mics_dtensor.plan.search import Answer, Row, answer
 
 
 @dataclass(frozen=True, kw_only=True)

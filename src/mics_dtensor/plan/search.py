@@ -4,76 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 
 from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import Layout, divisors, partition_sizes
 from mics_dtensor.plan.cluster import UNCERTAINTY, Cluster
 from mics_dtensor.plan.memory import Holding, Memory, peak_memory
-from mics_dtensor.plan.presets import Preset
-from mics_dtensor.plan.presets.units import Policy, traffic_units
-from mics_dtensor.plan.shape import Checkpointing, ModelShape, shape_of
+from mics_dtensor.plan.presets.units import traffic_units
+from mics_dtensor.plan.question import Question, Variant
+from mics_dtensor.plan.shape import ModelShape, shape_of
 from mics_dtensor.plan.step import Overlap, StepTime, Work, step_time
-from mics_dtensor.plan.traffic import BUCKET_SIZE_BYTES, Options, Traffic, Unit, step_traffic
-from mics_dtensor.topology import Topology
+from mics_dtensor.plan.traffic import Options, Traffic, Unit, step_traffic
 
 RESOLUTION = 0.02
 """Steps that are this close are not told apart: published runs of one model scatter as much."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """How a partition size is run. `plain` is FSDP over all ranks, one ring a message."""
-
-    partition_size: int
-    micro_batch: int
-    checkpointing: Checkpointing
-    hierarchical: bool = True
-    node_local_backward: bool = False
-    optimizer_over_replicas: bool = False
-    plain: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is asked: a model, a batch of `global_batch` sequences a step, and a cluster."""
-
-    model: Preset
-    cluster: Cluster
-    num_nodes: int
-    seq_len: int
-    global_batch: int
-    policy: Policy
-    overlap: Overlap
-    micro_batches: tuple[int, ...] = ()
-    """Sequences of a rank in a micro-step; empty: every number that divides the batch."""
-    checkpointings: tuple[Checkpointing, ...] = ("none", "op", "full")
-    hierarchies: tuple[bool, ...] = (True, False)
-    node_local_backwards: tuple[bool, ...] = (False, True)
-    optimizers_over_replicas: tuple[bool, ...] = (False,)
-    param_itemsize: int = 4
-    has_masters: bool = False
-    """Where states are cut: fp32 weights in the slices, and shards as they are gathered."""
-    num_loss_chunks: int = 1
-    bucket_size_bytes: int = BUCKET_SIZE_BYTES
-
-    @cached_property
-    def topology(self) -> Topology:
-        """The nodes that are asked about."""
-        node = self.cluster.ranks_per_node
-        return Topology.uniform(world_size=self.num_nodes * node, ranks_per_node=node)
-
-    @property
-    def sequences_of_a_rank(self) -> int:
-        """In an optimizer step. Raises PlanError where the batch cannot be cut."""
-        world = self.num_nodes * self.cluster.ranks_per_node
-        if self.global_batch < 1 or self.global_batch % world:
-            raise PlanError(
-                f"a batch of {self.global_batch} sequences cannot be shared by {world} ranks; give "
-                f"a multiple of {world} (training.global_batch_size), or other --nodes"
-            )
-        return self.global_batch // world
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,20 +128,11 @@ def _units(question: Question, layout: Layout, variant: Variant) -> tuple[Unit, 
     policy = replace(
         question.policy,
         node_local_backward=variant.node_local_backward,
-        update_itemsize=(
-            _shard_itemsize(question, variant) if variant.optimizer_over_replicas else None
-        ),
+        update_itemsize=question.shard_itemsize(variant)
+        if variant.optimizer_over_replicas
+        else None,
     )
     return traffic_units(question.model, layout, policy)
-
-
-def _has_masters(question: Question, variant: Variant) -> bool:
-    return question.has_masters and variant.optimizer_over_replicas
-
-
-def _shard_itemsize(question: Question, variant: Variant) -> int:
-    masters = _has_masters(question, variant)
-    return question.policy.gather_itemsize if masters else question.param_itemsize
 
 
 def _work(question: Question, shape: ModelShape, layout: Layout, variant: Variant) -> Work:
@@ -213,8 +148,8 @@ def _work(question: Question, shape: ModelShape, layout: Layout, variant: Varian
 
 def _memory(question: Question, shape: ModelShape, layout: Layout, variant: Variant) -> Memory:
     holding = Holding(
-        param_itemsize=_shard_itemsize(question, variant),
-        has_masters=_has_masters(question, variant),
+        param_itemsize=question.shard_itemsize(variant),
+        has_masters=question.has_masters and variant.optimizer_over_replicas,
         num_loss_chunks=question.num_loss_chunks,
         num_micro_steps=question.sequences_of_a_rank // variant.micro_batch,
         hierarchical=variant.hierarchical,

@@ -8,6 +8,17 @@ from mics_dtensor.layout import GroupShape
 from mics_dtensor.plan.stage import Collective, Stage, edges, split
 
 
+def adam_bytes(shard_numel: int, *, num_replicas: int, itemsize: int | None) -> int:
+    """Of a rank: weights, gradients and AdamW's states of a shard; `itemsize` None: not sliced.
+
+    4 + 4 + 8 bytes an element; with slices 4 + 4 + 8/R, or, with shards of 16 bits, 2 + 4 + 12/R.
+    """
+    if itemsize is None:
+        return 16 * shard_numel
+    share = -(-shard_numel // num_replicas)
+    return (itemsize + 4) * shard_numel + (8 if itemsize == 4 else 12) * share
+
+
 def sliced_hop(
     unit: str,
     replicate: GroupShape,

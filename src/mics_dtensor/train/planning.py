@@ -9,8 +9,9 @@ from mics_dtensor.errors import PlanError
 from mics_dtensor.plan.cluster import Cluster, cluster
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy
+from mics_dtensor.plan.question import Question
 from mics_dtensor.plan.report import recommendation
-from mics_dtensor.plan.search import Question, answer
+from mics_dtensor.plan.search import answer
 from mics_dtensor.plan.shape import Checkpointing
 from mics_dtensor.plan.step import PROFILES
 from mics_dtensor.topology import Topology

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -39,14 +38,16 @@ def do_before_unshard(units: Iterable[Unit]) -> None:
             its.args[2]()
 
 
-def _unshard(unit: Unit, then: Callable[..., None], call: Callable[[], None], *args: Any) -> None:
-    with _stream_of_gather(unit, *args):
+def _unshard(
+    unit: Unit, then: Callable[[bool], None], call: Callable[[], None], async_op: bool = False
+) -> None:
+    with _stream_of_gather(unit, async_op=async_op):
         call()
-    then(*args)
+    then(async_op)
 
 
 @contextmanager
-def _stream_of_gather(unit: Unit, async_op: bool = False) -> Iterator[None]:
+def _stream_of_gather(unit: Unit, *, async_op: bool) -> Iterator[None]:
     group = unit.group
     if unit.device.type == "cpu" or unit.num_shards == 1:  # with one shard FSDP2 copies later, here
         yield

@@ -1,0 +1,74 @@
+"""What is asked of the planner, and the ways in which a partition size can be run. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from mics_dtensor.errors import PlanError
+from mics_dtensor.plan.cluster import Cluster
+from mics_dtensor.plan.presets import Preset
+from mics_dtensor.plan.presets.units import Policy
+from mics_dtensor.plan.shape import Checkpointing
+from mics_dtensor.plan.step import Overlap
+from mics_dtensor.plan.traffic import BUCKET_SIZE_BYTES
+from mics_dtensor.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """How a partition size is run. `plain` is FSDP over all ranks, one ring a message."""
+
+    partition_size: int
+    micro_batch: int
+    checkpointing: Checkpointing
+    hierarchical: bool = True
+    node_local_backward: bool = False
+    optimizer_over_replicas: bool = False
+    plain: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked: a model, a batch of `global_batch` sequences a step, and a cluster."""
+
+    model: Preset
+    cluster: Cluster
+    num_nodes: int
+    seq_len: int
+    global_batch: int
+    policy: Policy
+    overlap: Overlap
+    micro_batches: tuple[int, ...] = ()
+    """Sequences of a rank in a micro-step; empty: every number that divides the batch."""
+    checkpointings: tuple[Checkpointing, ...] = ("none", "op", "full")
+    hierarchies: tuple[bool, ...] = (True, False)
+    node_local_backwards: tuple[bool, ...] = (False, True)
+    optimizers_over_replicas: tuple[bool, ...] = (False,)
+    param_itemsize: int = 4
+    has_masters: bool = False
+    """Where states are cut: fp32 weights in the slices, and shards as they are gathered."""
+    num_loss_chunks: int = 1
+    bucket_size_bytes: int = BUCKET_SIZE_BYTES
+
+    @cached_property
+    def topology(self) -> Topology:
+        """The nodes that are asked about."""
+        node = self.cluster.ranks_per_node
+        return Topology.uniform(world_size=self.num_nodes * node, ranks_per_node=node)
+
+    def shard_itemsize(self, variant: Variant) -> int:
+        """Bytes of an element of a shard."""
+        masters = self.has_masters and variant.optimizer_over_replicas
+        return self.policy.gather_itemsize if masters else self.param_itemsize
+
+    @property
+    def sequences_of_a_rank(self) -> int:
+        """In an optimizer step. Raises PlanError where the batch cannot be cut."""
+        world = self.num_nodes * self.cluster.ranks_per_node
+        if self.global_batch < 1 or self.global_batch % world:
+            raise PlanError(
+                f"a batch of {self.global_batch} sequences cannot be shared by {world} ranks; give "
+                f"a multiple of {world} (training.global_batch_size), or other --nodes"
+            )
+        return self.global_batch // world
