@@ -92,9 +92,10 @@ class Slot:
         """A master beside a shard as wide would only cost memory."""
         if self.has_master and self.shard.dtype.itemsize >= self.tensor.itemsize:
             raise ConfigError(
-                f"{self.slice.param.name} is {self.shard.dtype} still, and its master too: after "
-                'making the optimizer with master_weights="sharded" call model.to(torch.bfloat16), '
-                'or use master_weights="fp32"'
+                f"{self.slice.param.name} is {self.shard.dtype} still, and its master too: give "
+                "fully_shard a MixedPrecisionPolicy(param_dtype=torch.bfloat16), or "
+                'after making the optimizer with master_weights="sharded" call '
+                'model.to(torch.bfloat16), or use master_weights="fp32"'
             )
 
     def take_gradient(self) -> None:
@@ -228,16 +229,17 @@ class UnitSlots:
         """Start to gather some slices of the unit; None where there is one replica."""
         if self.unit.num_replicas == 1 or self.unit.replicate_group is None:
             return None
-        params, room = [slot.slice.param for slot in self.slots], self.room
-        if room is not None and (len(slices) != len(params) or not lies_end_to_end(params, room)):
-            room = None
+        params = [slot.slice.param for slot in self.slots]
+        if self.room is not None and not lies_end_to_end(params, self.room):
+            self.room = None
+        whole = len(slices) == len(params)
         with stage("gather of updated slices", self.unit.name, self.unit.replicate_group) as group:
             return SlicesGathered(
                 slices,
                 group=group,
                 device=self.unit.device,
                 stages=stages.get(ranks_of(group)),
-                room=room,
+                room=self.room if whole else None,
                 async_op=overlap,
             )
 
