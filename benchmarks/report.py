@@ -30,7 +30,9 @@ def page(folder: Path = FOLDER) -> str:
         "and how stands in [docs/benchmarks.md](../../docs/benchmarks.md).",
     ]
     for path in sorted(folder.glob("*.json")):
-        lines += ["", *_section(path.stem, json.loads(path.read_text(encoding="utf-8")))]
+        results = json.loads(path.read_text(encoding="utf-8"))
+        section = _memory if "modes" in results else _section
+        lines += ["", *section(path.stem, results)]
     return "\n".join(lines) + "\n"
 
 
@@ -76,6 +78,31 @@ def _section(name: str, results: dict[str, Any]) -> Iterator[str]:
             "gloo's reduce-scatter moves the bytes of an all-reduce. **Computed**, not measured: "
             f"over the bound with one that moves half of that: {', '.join(computed)}."
         )
+
+
+def _memory(name: str, results: dict[str, Any]) -> Iterator[str]:
+    """Of `benchmarks.sharded_memory`."""
+    its = results["configuration"]
+    yield f"## {name}"
+    yield ""
+    yield (
+        f"{its['ranks']} CPU ranks, {its['replicas']} replicas, {results['num_parameters']:,} "
+        f"parameters under AdamW (`python -m benchmarks.sharded_memory`). {results['date']}, "
+        f"commit `{results['commit'][:12]}`; {results['host']}, torch {results['versions']['torch']}."
+    )
+    yield ""
+    yield "| a rank, MB | AdamW's moments | peak | fell by | predicted | ratio |"
+    yield "|---|---|---|---|---|---|"
+    for mode, each in results["modes"].items():
+        cells = [
+            each["state_bytes"],
+            each["peak_bytes"],
+            each["fell_bytes"],
+            each["predicted_bytes"],
+        ]
+        ratio = f"{cells[2] / cells[3]:.3f}" if cells[3] else ""
+        told = [f"{cell / 1e6:.1f}" for cell in cells[: 4 if cells[3] else 2]]
+        yield f"| {mode} | {' | '.join([*told, *[''] * (4 - len(told)), ratio])} |"
 
 
 _STAGES = ("forward", "backward", "reduction", "boundary")

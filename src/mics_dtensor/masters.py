@@ -17,14 +17,18 @@ from torch import nn
 
 from mics_dtensor.mesh import hop_stages_of
 from mics_dtensor.slots import Slot, UnitSlots
-from mics_dtensor.upstream import Piece, full_state_is_asked
+from mics_dtensor.upstream import Piece, full_state_is_asked, rewrites_state_dict
 
 
 @dataclass(eq=False)
 class StateHooks:
-    """Of one module: the slots of its own parameters, by name, with the units they belong to."""
+    """Of one module: the slots of its own parameters, by name, with the units they belong to.
+
+    `around` are the modules that contain it, itself included: their hooks see its state dict.
+    """
 
     parts: Sequence[nn.Module]
+    around: Sequence[nn.Module]
     slots: Mapping[str, tuple[Slot, UnitSlots]]
     loaded: list[tuple[Slot, UnitSlots]] = field(default_factory=list)
 
@@ -47,8 +51,12 @@ class StateHooks:
     def after_saving(
         self, _: nn.Module, state: dict[str, Any], prefix: str, _metadata: object
     ) -> None:
-        """Masters in place of what is rounded from them. Collective if whole ones are asked for."""
-        is_full = full_state_is_asked()
+        """Masters in place of what is rounded from them.
+
+        Collective, in a DTensor, if whole ones are asked for, or where other people's hooks compute
+        with them.
+        """
+        is_full = full_state_is_asked() or any(map(rewrites_state_dict, self.around))
         for name, (slot, unit) in self.slots.items():
             if slot.has_master and prefix + name in state:
                 slot.follow()
@@ -74,8 +82,8 @@ class StateHooks:
                 slot.write_back()
                 self.loaded.append((slot, unit))
                 state[prefix + name] = getattr(module, name)  # it is there already
-            elif value.dtype.itemsize > slot.shard.itemsize and slot.fits(value):
-                slot.tensor.copy_(slot.from_saved(value))
+            elif value.dtype.itemsize > slot.shard.itemsize:
+                slot.tensor.copy_(slot.from_saved(slot.as_cut(value)))
                 slot.settle()
 
     @torch.no_grad()
@@ -95,12 +103,18 @@ def place_state_hooks(
     """On every module that has a parameter of `units`, tied ones included; returns the undoing."""
     found = {slot.parameter: (slot, unit) for unit in units for slot in unit.slots}
     undo: list[Callable[[], None]] = []
-    for module in dict.fromkeys(module for part in parts for module in part.modules()):
+    around: dict[nn.Module, list[nn.Module]] = {}
+    for part in parts:
+        for name, module in part.named_modules(remove_duplicate=False):
+            steps = name.split(".") if name else []
+            prefixes = [".".join(steps[:depth]) for depth in range(len(steps) + 1)]
+            around.setdefault(module, []).extend(map(part.get_submodule, prefixes))
+    for module, containing in around.items():
         its = {
             name: found[parameter]
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
             if parameter in found
         }
         if its:
-            undo += StateHooks(parts, its).place(module)
+            undo += StateHooks(parts, containing, its).place(module)
     return undo

@@ -137,14 +137,12 @@ class Slot:
             dist.all_reduce(local, group=group)
         return as_summand(self.slice.param, local.view(self.slice.param.local.shape), axis=None)
 
-    def fits(self, value: torch.Tensor) -> bool:
-        """Whether it is whole, or cut as the parameter is."""
-        if not isinstance(value, DTensor) or not isinstance(self.parameter, DTensor):
-            return value.shape == self.parameter.shape
-        return (value.device_mesh, value.placements) == (
-            self.parameter.device_mesh,
-            self.parameter.placements,
-        )
+    def as_cut(self, value: torch.Tensor) -> torch.Tensor:
+        """A DTensor as the parameter is cut; a plain tensor is whole, and stays."""
+        if isinstance(value, DTensor) and isinstance(self.parameter, DTensor):
+            mesh, placements = self.parameter.device_mesh, self.parameter.placements
+            return value.redistribute(mesh, placements) if value.placements != placements else value
+        return value
 
     def from_saved(self, value: Any) -> Any:
         """A state of this slice out of a piece, or out of a whole tensor; other values as they are.

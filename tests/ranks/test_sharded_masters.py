@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Replicate
 
 from mics_dtensor import gradient_accumulation
 from mics_dtensor.errors import CheckpointError, ConfigError
@@ -184,3 +185,42 @@ def test_what_is_loaded_into_the_state_dict_alone_is_refused() -> None:
     dcp.load(model.state_dict(), checkpoint_id=path)
     with pytest.raises(CheckpointError, match=r"model\.load_state_dict"):
         optimizer.step()
+
+
+@ranks(4)
+def test_hooks_that_compute_with_the_state_dict_are_given_whole_weights() -> None:
+    """As torchtitan's fused projections do: halves under names of their own, and back."""
+
+    def split(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        both = state.pop(f"{prefix}linear.weight")
+        both = both.redistribute(both.device_mesh, [Replicate()] * both.device_mesh.ndim)
+        state[f"{prefix}upper"], state[f"{prefix}lower"] = both[:2], both[2:]
+
+    def merge(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        parts = [state.pop(f"{prefix}{name}") for name in ("upper", "lower")]
+        state[f"{prefix}linear.weight"] = torch.cat(parts)
+
+    def hooked() -> tuple[Any, torch.optim.Optimizer]:
+        model, optimizer = made((2, 2), "sharded")
+        layer: Any = model.layers[0]
+        layer.register_state_dict_post_hook(split)
+        layer.register_load_state_dict_pre_hook(merge)
+        return model, optimizer
+
+    model, optimizer = hooked()
+    train(model, optimizer, 2)
+    path = said_by_all(tempfile.mkdtemp() if dist.get_rank() == 0 else None)[0]
+    dcp.save(model.state_dict(), checkpoint_id=path)
+    other, its = hooked()
+    state = other.state_dict()
+    assert {"layers.0.upper", "layers.0.lower"} < state.keys()
+    dcp.load(state, checkpoint_id=path)
+    other.load_state_dict(state)
+    for mine, theirs in zip(other.state_dict().values(), model.state_dict().values(), strict=True):
+        assert mine.dtype == torch.float32
+        both = (getattr(value, "flat", None) for value in (mine, theirs))
+        a, b = (whole(v) if f is None else f for v, f in zip((mine, theirs), both, strict=True))
+        assert torch.equal(a, b)
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(local_of(mine), local_of(theirs))
+    its.step()

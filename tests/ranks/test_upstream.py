@@ -5,6 +5,7 @@ Where one dies on a new release, the file behind the door is the only one to cha
 
 import re
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed._checkpointable as _checkpointable
 import torch.distributed.checkpoint.state_dict as dcp_state
 from harness.ranks import ranks
 from harness.sharded import batch, mesh_of, shard, stack, whole
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_collectives, _fsdp_common
@@ -34,6 +36,9 @@ def group_of(module: FSDPModule) -> Any:
         (group,) = state._fsdp_param_groups
         return group
     return state._fsdp_param_group
+
+
+def _without_effect(*_: Any) -> None: ...
 
 
 class Canaries:
@@ -403,6 +408,20 @@ class Canaries:
         assert callable(self.group.comm_ctx.get_all_gather_streams)
         assert hasattr(self.group.device_handle, "stream")
         assert callable(self.model.set_post_optim_event)
+
+    def state_dict_hooks_and_whose_they_are(self) -> None:
+        """`_state_dict_hooks` holds functions, partials too, of both kinds of registration."""
+        from mics_dtensor.upstream import rewrites_state_dict
+
+        assert not rewrites_state_dict(self.layer)
+        handles = [
+            self.layer._register_state_dict_hook(partial(torch.nn.functional.relu)),
+            self.layer.register_state_dict_post_hook(partial(_without_effect)),
+        ]
+        assert list(self.layer._state_dict_hooks)[-1] == handles[1].id
+        assert rewrites_state_dict(self.layer)
+        handles[1].remove()
+        assert not rewrites_state_dict(checkpoint_wrapper.checkpoint_wrapper(self.layer))
 
     def state_dict_info_of_full_state(self) -> None:
         """`_StateDictInfo` stands as `info` in the frames of torch's state dict functions."""

@@ -34,6 +34,7 @@ from mics_dtensor.upstream.storage import (
     mesh_of_parameter,
     narrow_parameters,
     place_of_shard,
+    rewrites_state_dict,
     run_load_hooks,
     version_of,
 )
@@ -76,6 +77,7 @@ __all__ = [
     "reduce_scatter",
     "reset_after_exception",
     "reshard_after_forward_over",
+    "rewrites_state_dict",
     "run_load_hooks",
     "scale_",
     "set_post_optim_event",

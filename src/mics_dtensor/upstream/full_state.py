@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from inspect import currentframe
 
 from torch.distributed.checkpoint.state_dict import _StateDictInfo
 
@@ -13,11 +13,11 @@ def full_state_is_asked() -> bool:
     They take every tensor that is not a DTensor for a whole one, and would hand over a piece: told
     from the caller, who must be given DTensors. The innermost that asks decides.
     """
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
+    frame = currentframe()
+    while frame is not None:
         if frame.f_globals.get("__name__") == _StateDictInfo.__module__:
             info = frame.f_locals.get("info")
             if isinstance(info, _StateDictInfo):
                 return info.full_state_dict
+        frame = frame.f_back
     return False

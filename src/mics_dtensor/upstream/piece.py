@@ -71,6 +71,10 @@ class Piece(torch.Tensor):
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"Piece(of {tuple(self.shape)}, {self.dtype}, boxes={self.boxes})"
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """That of the numbers: savers tell by it whether a cached piece is current."""
+        return self.flat.untyped_storage()
+
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.flat.dtype)
         return [

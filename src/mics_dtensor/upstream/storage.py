@@ -74,6 +74,16 @@ def narrow_parameters(
         part._apply(narrow)
 
 
+def rewrites_state_dict(module: nn.Module) -> bool:
+    """Whether a hook that is neither torch's nor ours may compute with the state dict's values.
+
+    torchtitan's fused projections split themselves so. Torch's own hooks only rename.
+    """
+    hooks: Iterable[Any] = module._state_dict_hooks.values()
+    theirs = (getattr(hook, "func", hook).__module__ or "" for hook in hooks)
+    return any(name.partition(".")[0] not in ("torch", "mics_dtensor") for name in theirs)
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor, or a view of it, has been written to in place."""
     return tensor._version
