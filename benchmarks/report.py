@@ -88,7 +88,8 @@ def _memory(name: str, results: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{its['ranks']} CPU ranks, {its['replicas']} replicas, {results['num_parameters']:,} "
         f"parameters under AdamW (`python -m benchmarks.sharded_memory`). {results['date']}, "
-        f"commit `{results['commit'][:12]}`; {results['host']}, torch {results['versions']['torch']}."
+        f"commit `{results['commit'][:12]}`; {results['host']}, "
+        f"torch {results['versions']['torch']}."
     )
     yield ""
     yield "| a rank, MB | AdamW's moments | peak | fell by | predicted | ratio |"
