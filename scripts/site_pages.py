@@ -24,7 +24,7 @@ SOURCE = ROOT / "src" / "mics_dtensor"
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)\s#]+)(?=[)#])")
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml"}
 OWN_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-ERRORS = re.compile(r"\w+Error$")
+ERRORS = re.compile(r"(?!AttributeError)\w+Error$")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -88,7 +88,7 @@ def _add(
         wanted.append((uri, text))
     else:
         language = LANGUAGES.get(os.path.splitext(name)[1], "")
-        text = f"# {name}\n\n````{language}\n{text}````\n"
+        text = f"---\nhide: [toc]\n---\n\n# {name}\n\n````{language}\n{text}````\n"
     files.append(File.generated(config, uri, content=text))
 
 
