@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the documentation into build/site; a broken link, a broken anchor or a page without a place
-# in the navigation is an error. Sets up an environment of its own if it is not there: no torch.
+# Builds the documentation into build/site; a broken link or a broken anchor is an error. Sets up an
+# environment of its own if it is not there: no torch.
 #
 #   ./scripts/docs.sh            build
 #   ./scripts/docs.sh serve      build, and serve on http://127.0.0.1:8000 while you write

@@ -64,7 +64,7 @@ def _figure() -> Figure:
         from matplotlib.figure import Figure
     except ImportError:
         raise PlanError(
-            "--plot needs matplotlib: pip install mics-dtensor[plot]; or leave --plot out"
+            "--plot needs matplotlib: pip install matplotlib; or leave --plot out"
         ) from None
     return Figure(figsize=(9, 5), layout="constrained")
 

@@ -42,7 +42,7 @@ def write_choice(path: Path, config: RunConfig, values: Mapping[str, Any]) -> li
         import tomlkit
     except ImportError:
         raise PlanError(
-            "--write needs tomlkit: pip install mics-dtensor[plan]; or leave --write out"
+            "--write needs tomlkit: pip install tomlkit; or leave --write out"
         ) from None
     document = tomlkit.parse(path.read_text(encoding="utf-8"))
     told = []
