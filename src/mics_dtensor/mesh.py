@@ -127,3 +127,14 @@ def make_stages(
             if rank in block:
                 stages[ranks] = Stages(ranks, across[block.index(rank)], within_node)
     return stages
+
+
+def background_group() -> dist.ProcessGroup | None:
+    """All ranks, on CPU, and patient: for what waits for disks. None without a world.
+
+    Collective: every rank of the world calls it.
+    """
+    if not dist.is_initialized():
+        return None
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group

@@ -23,6 +23,10 @@ Contents = Literal["training", "model"]
 BLOCK_BYTES = 16 << 20  # read at a time while hashing
 
 
+class Damaged(CheckpointError):
+    """A checkpoint that is not what was written; an older one may still be."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class File:
     """A file of a checkpoint: its name in the folder ("/" between folders), size and hash."""
@@ -80,7 +84,8 @@ class Manifest:
         except UnicodeDecodeError as error:
             raise damaged(path, f"is not text ({error})") from None
         except OSError:
-            raise CheckpointError(not_a_checkpoint(folder)) from None
+            kind = Damaged if step_of(folder.name) is not None else CheckpointError
+            raise kind(not_a_checkpoint(folder)) from None
 
     @classmethod
     def from_text(cls, text: str, path: Path) -> Manifest:
@@ -135,9 +140,9 @@ def check_hash(path: Path, file: File, found: str) -> None:
         )
 
 
-def damaged(path: Path, how: str) -> CheckpointError:
+def damaged(path: Path, how: str) -> Damaged:
     """The error of a file that is not what was written."""
-    return CheckpointError(
+    return Damaged(
         f"{path} {how}: this checkpoint is damaged; load another step, or restore the file"
     )
 

@@ -36,6 +36,7 @@ from mics_dtensor.upstream.storage import (
     place_of_shard,
     rewrites_state_dict,
     run_load_hooks,
+    storage_info,
     version_of,
 )
 from mics_dtensor.upstream.tracing import is_profiling
@@ -82,6 +83,7 @@ __all__ = [
     "scale_",
     "set_post_optim_event",
     "set_timeout",
+    "storage_info",
     "timeout_of",
     "units_of",
     "version_of",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -147,3 +148,8 @@ def run_load_hooks(
     for hook in its._optimizer_load_state_dict_pre_hooks.values():
         state_dict = hook(optimizer, state_dict) or state_dict
     return state_dict
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """Where DCP's `.metadata` says that a value lies: bytes [offset, offset + length) of `file`."""
+    return _StorageInfo(file, offset, length)

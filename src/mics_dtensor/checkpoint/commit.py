@@ -1,0 +1,113 @@
+"""A checkpoint appears under its name when it is complete, and not before. Pure: files, no torch.
+
+It is written as step-N.partial. When every file is on the disk the manifest is written, and the
+folder is renamed to step-N, which a crash either sees done or not done.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+from mics_dtensor.checkpoint.manifest import Manifest, step_folders, step_of, sync_folder
+from mics_dtensor.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+PARTIAL, REPLACED, DELETED = ".partial", ".replaced", ".deleted"
+
+
+def partial_of(path: Path) -> Path:
+    """Where the checkpoint `path` lies while it is written."""
+    return path.with_name(path.name + PARTIAL)
+
+
+def begin(path: Path) -> None:
+    """Make the empty folder that `commit` will rename to `path`; by one rank, before any writes.
+
+    What a crash has left beside it goes, except for what is needed.
+    """
+    folder = path.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.iterdir():
+        if left.suffix not in (PARTIAL, REPLACED, DELETED) or step_of(left.stem) is None:
+            continue
+        if left.suffix == REPLACED and not left.with_suffix("").exists():
+            left.rename(left.with_suffix(""))  # the crash came between the two renames of `commit`
+        else:
+            shutil.rmtree(left)
+    partial_of(path).mkdir()
+
+
+def commit(path: Path, manifest: Manifest) -> None:
+    """Complete `path`, all files of which are on the disk; by one rank, after all have written.
+
+    A checkpoint that was there under that name gives way. Raises CheckpointError where a file is
+    not seen from here, OSError where the disk refuses.
+    """
+    partial = partial_of(path)
+    if unseen := [file.name for file in manifest.files if not (partial / file.name).is_file()]:
+        raise CheckpointError(
+            f"{partial}: this rank does not see {', '.join(unseen[:3])}, which other ranks wrote: "
+            "the folder is on a disk of each node; name one that all nodes share, or set placement "
+            '"partition_group", which writes the whole copy from the ranks of one partition group'
+        )
+    manifest.check_sizes(partial)
+    manifest.write(partial)
+    replaced = path.with_name(path.name + REPLACED)
+    if path.exists():
+        path.rename(replaced)
+    partial.rename(path)
+    sync_folder(path.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def abandon(path: Path) -> None:
+    """Give the space of a failed write back; never an error of its own."""
+    shutil.rmtree(partial_of(path), ignore_errors=True)
+
+
+def named(folder: Path) -> dict[int, Path]:
+    """The checkpoints of a folder by step, ascending; complete by their names, not verified."""
+    found = {step_of(path.name): path for path in step_folders(folder)}
+    for left in folder.glob(f"step-*{REPLACED}"):  # see `begin`
+        found.setdefault(step_of(left.stem), left)
+    return {step: found[step] for step in sorted(step for step in found if step is not None)}
+
+
+def is_whole(path: Path) -> bool:
+    """Whether the manifest can be read and every file is as long as it says. Reads no data."""
+    return what_is_wrong(path) is None
+
+
+def what_is_wrong(path: Path) -> CheckpointError | None:
+    """The error that the sizes of its files, or its manifest, give a checkpoint."""
+    try:
+        Manifest.read(path).check_sizes(path)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def retire(folder: Path, *, keep_last: int) -> list[Path]:
+    """Delete what is older than the `keep_last` newest whole checkpoints; what was deleted.
+
+    Damaged ones count for nothing, so the only good one stays, and so does the newest that a run
+    can be resumed from. 0 keeps all. To be called after a commit, by one rank.
+    """
+    found = list(named(folder).values())
+    whole = [path for path in reversed(found) if is_whole(path)]  # newest first
+    if not keep_last or len(whole) <= keep_last:
+        return []
+    kept = set(whole[:keep_last])
+    kept |= set([p for p in whole if Manifest.read(p).contents == "training"][:1])
+    oldest = found.index(whole[keep_last - 1])
+    gone = [path for path in found[:oldest] if path not in kept]
+    for path in gone:
+        deleted = path.with_name(path.name + DELETED)
+        path.rename(deleted)  # so that half of it is never found under its name
+        shutil.rmtree(deleted)
+        logger.info("deleted the checkpoint %s", path)
+    return gone

@@ -1,0 +1,109 @@
+"""Whether a checkpoint is this model's: names and shapes are compared before anything is read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from mics_dtensor.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+NUM_NAMED = 10
+NOT_OF_THE_MODEL = ("optimizer", "extra", "lr_scheduler", "dataloader", "train_state")
+Shape = tuple[int, ...] | None  # None: no tensor
+
+
+class MatchedPlanner(DefaultLoadPlanner):
+    """DCP's planner. Raises CheckpointError, with the first ten names, for another model's values.
+
+    Options of the optimizer that another version of torch has added keep their value, as do masters
+    of weights where the checkpoint has none; both are logged. Of what only the checkpoint has, it
+    minds parameters and states of the optimizer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(allow_partial_load=True)
+        self._path = path
+
+    def create_local_plan(self) -> LoadPlan:
+        """On every rank; all have the same names."""
+        saved = shapes_of(cast("Metadata", self.metadata))
+        wanted = {name: shape_of(value) for name, value in self.state_dict.items()}
+        if words := difference(saved, wanted):
+            raise CheckpointError(f"{self._path} is of another model: {words}")
+        if kept := [name for name in wanted if name not in saved]:
+            logger.warning("%s does not hold %s: they stay as they are", self._path, named(kept))
+        return super().create_local_plan()
+
+
+def shapes_of(metadata: Metadata) -> dict[str, Shape]:
+    """Of every value of a checkpoint."""
+    return {
+        name: tuple(its.size) if isinstance(its, TensorStorageMetadata) else None
+        for name, its in metadata.state_dict_metadata.items()
+    }
+
+
+def shape_of(value: Any) -> Shape:
+    """Of a tensor, of the whole one where it is distributed."""
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def difference(saved: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> str:
+    """What keeps the saved values from being the wanted ones; "" where nothing does. Pure."""
+    minded = {kind_of(name) for name in wanted}  # the others are not asked for
+    lacking = [name for name in wanted if name not in saved and not may_be_lacking(name)]
+    extra = [
+        name
+        for name in saved
+        if name not in wanted and kind_of(name) in minded and not may_be_extra(name)
+    ]
+    reshaped = [
+        f"{name} {list(saved[name] or ())}, not {list(shape or ())}"
+        for name, shape in wanted.items()
+        if name in saved and saved[name] != shape
+    ]
+    said = {
+        "it lacks": lacking,
+        "it also has": extra,
+        "of another shape are": reshaped,
+    }
+    return "; ".join(f"{what} {named(names)}" for what, names in said.items() if names)
+
+
+def kind_of(name: str) -> str:
+    """What a value belongs to: "" is the model, "optimizer", "extra.ema", ..."""
+    first, _, rest = name.partition(".")
+    if first not in NOT_OF_THE_MODEL:
+        return ""
+    return f"{first}.{rest.partition('.')[0]}" if first == "extra" else first
+
+
+def may_be_lacking(name: str) -> bool:
+    """Options of the optimizer, and masters, which are made of the weights."""
+    return name.startswith("optimizer.param_groups.") or is_master(name)
+
+
+def may_be_extra(name: str) -> bool:
+    """The same, and what the program adds of its own."""
+    return may_be_lacking(name) or kind_of(name) in ("lr_scheduler", "dataloader", "train_state")
+
+
+def is_master(name: str) -> bool:
+    """An fp32 copy of weights that ReplicaShardedOptimizer trains."""
+    return name.startswith("optimizer.state.") and name.endswith(".master")
+
+
+def named(names: Iterable[str]) -> str:
+    """The first ten, and how many more."""
+    every = sorted(names)
+    more = f" and {len(every) - NUM_NAMED} more" if len(every) > NUM_NAMED else ""
+    return ", ".join(every[:NUM_NAMED]) + more

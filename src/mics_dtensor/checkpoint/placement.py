@@ -1,0 +1,192 @@
+"""Which rank writes what: one copy of everything, on all ranks or on those of one partition group.
+
+The files are those of torch.distributed.checkpoint (DCP), hashed as they are written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from io import BytesIO, RawIOBase
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from mics_dtensor.checkpoint.commit import abandon, begin, commit, partial_of, retire
+from mics_dtensor.checkpoint.manifest import File, Manifest
+from mics_dtensor.errors import CheckpointError
+from mics_dtensor.upstream import storage_info
+
+Placement = Literal["spread", "partition_group"]
+OPTIMIZER = "optimizer"  # under this name a checkpoint holds the states of the optimizer
+LARGE_BYTES = 1 << 20  # a write of this size is hashed by another thread meanwhile
+
+
+class PlacedPlanner(DefaultSavePlanner):
+    """What is held by several ranks is written by one.
+
+    "spread": by the one that has least to write, so that all write, each about 1/world_size.
+    "partition_group": by the lowest, which lies in the first partition group: its ranks write a
+    whole copy, and where they are one node's, so does its disk hold one.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__(dedup_save_to_lowest_rank=placement == "partition_group")
+        self._placement = placement
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """DCP's. Raises CheckpointError where one partition group does not hold everything."""
+        plans, metadata = super().create_global_plan(all_plans)
+        if self._placement == "partition_group":
+            optimizer = f"{OPTIMIZER}."
+            writers = {
+                rank
+                for rank, plan in enumerate(plans)
+                if any(not item.index.fqn.startswith(optimizer) for item in plan.items)
+            }
+            for rank, plan in enumerate(plans):
+                if plan.items and rank not in writers:
+                    raise CheckpointError(
+                        f'placement "partition_group": {plan.items[0].index.fqn} is held by rank '
+                        f"{rank} alone, outside of the first partition group, since optimizer "
+                        'states are sharded over the replicas; use "spread", on a disk that all '
+                        "nodes share"
+                    )
+        return plans, metadata
+
+
+@dataclass(frozen=True)
+class FileWritten(WriteResult):
+    """A WriteResult that also says which file its rank has written; on the first of them."""
+
+    file: File | None = None
+
+
+class Writer(FileSystemWriter):
+    """Writes the checkpoint `path` and completes it; `about` is its manifest, without files.
+
+    On the coordinator, once every rank has written: the manifest, the name, and of older
+    checkpoints the `keep_last` newest (0: all).
+    """
+
+    def __init__(self, path: Path, *, about: Manifest, keep_last: int = 0) -> None:
+        super().__init__(partial_of(path))
+        self._final, self._about, self._keep_last = path, about, keep_last
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """No folder is made here: the coordinator's sweep would meet it."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator, before any rank writes."""
+        begin(self._final)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """One file a rank, on the disk (fsync) when this returns; none without anything in it."""
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(self._write(plan, planner) if plan.items else [])
+        return written
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        folder, name = Path(self.path), f"{plan.storage_data.prefix}0.distcp"
+        folder.mkdir(parents=True, exist_ok=True)  # on a node with a disk of its own
+        results = list[WriteResult]()
+        with (folder / name).open("wb", buffering=0) as raw, HashedFile(raw) as file:
+            for item in bytes_first(plan.items):
+                start = file.size_bytes
+                write_item(item, planner, file)
+                length = file.size_bytes - start
+                info = storage_info(name, start, length)
+                results.append(FileWritten(item.index, length, info))
+            os.fsync(raw.fileno())
+            entry = File(name=name, size_bytes=file.size_bytes, sha256=file.sha256)
+        results[0] = replace(cast("FileWritten", results[0]), file=entry)
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, after all ranks have written."""
+        super().finish(metadata, results)
+        found = [
+            result.file
+            for of_rank in results
+            for result in of_rank
+            if isinstance(result, FileWritten) and result.file is not None
+        ]
+        found.append(File.of(Path(self.path), ".metadata"))
+        commit(
+            self._final,
+            replace(self._about, files=tuple(sorted(found, key=lambda file: file.name))),
+        )
+        retire(self._final.parent, keep_last=self._keep_last)
+
+    def give_up(self) -> None:
+        """After a failure, on the coordinator: what was written goes."""
+        abandon(self._final)
+
+
+class HashedFile(RawIOBase):
+    """Hashes what is written through it; `size_bytes` and `sha256` of what was, so far."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw, self._digest, self.size_bytes = raw, sha256(), 0
+        self._hasher = ThreadPoolExecutor(1)
+
+    @property
+    def sha256(self) -> str:
+        """Hexadecimal."""
+        return self._digest.hexdigest()
+
+    def writable(self) -> bool:
+        """For torch.save."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """All of it, however much the system takes at a time."""
+        view = memoryview(data).cast("B")
+        hashed = None
+        if view.nbytes >= LARGE_BYTES:  # hashing and writing both let go of the interpreter
+            hashed = self._hasher.submit(self._digest.update, view)
+        else:
+            self._digest.update(view)
+        try:
+            at = 0
+            while at < view.nbytes:
+                at += self._raw.write(view[at:])
+        finally:
+            if hashed is not None:
+                hashed.result()  # the view is torch's, and ends with this call
+        self.size_bytes += view.nbytes
+        return view.nbytes
+
+    def close(self) -> None:
+        """The hashing thread alone; the file is closed by whom it was opened."""
+        self._hasher.shutdown()
+        super().close()
+
+
+def bytes_first(items: Sequence[WriteItem]) -> list[WriteItem]:
+    """The order in a file: what is no tensor, then tensors as planned."""
+    return sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
+
+
+def write_item(item: WriteItem, planner: SavePlanner, file: HashedFile) -> None:
+    """One value as torch.save writes it; a part of a larger storage without the rest of it."""
+    data = planner.resolve_data(item)
+    if isinstance(data, BytesIO):
+        file.write(data.getbuffer())
+        return
+    tensor = data.detach().cpu()
+    if tensor.untyped_storage().size() != tensor.nbytes:
+        tensor = tensor.clone()
+    torch.save(tensor, cast("IO[bytes]", file))

@@ -1,0 +1,89 @@
+"""What a checkpoint holds of a model, its optimizer and whatever else, under the names of DCP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+
+from mics_dtensor.checkpoint.placement import OPTIMIZER
+from mics_dtensor.errors import CheckpointError
+from mics_dtensor.upstream import units_of
+
+EXTRA = "extra"
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class States:
+    """A model, its optimizer, and by name what else has a state_dict (schedulers, EMA, loaders)."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    extra: Mapping[str, Stateful] = field(default_factory=dict)
+
+    def state_dict(self) -> State:
+        """Parameters and buffers by their names, "optimizer" flat, and "extra"."""
+        state: State = get_model_state_dict(self.model)
+        if taken := {OPTIMIZER, EXTRA} & state.keys():
+            raise CheckpointError(f"the model has a parameter called {taken.pop()}: rename it")
+        if self.optimizer is not None:
+            state[OPTIMIZER] = self._optimizer_state(self.optimizer)
+        if self.extra:
+            state[EXTRA] = {name: its.state_dict() for name, its in self.extra.items()}
+        return state
+
+    def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
+        is_new = not optimizer.state
+        state: State = get_optimizer_state_dict(self.model, optimizer, options=FLAT)
+        if is_new:  # torch has made the states by a step of zeros, which must not count as one
+            for its in optimizer.state.values():
+                if isinstance(steps := its.get("step"), torch.Tensor):
+                    steps.zero_()
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        """Into the model, the optimizer and the others."""
+        state = dict(state)
+        extra, optimizer = state.pop(EXTRA, {}), state.pop(OPTIMIZER, None)
+        set_model_state_dict(self.model, state)
+        if self.optimizer is not None and optimizer is not None:
+            set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=FLAT)
+        for name, its in self.extra.items():
+            if name in extra:
+                its.load_state_dict(extra[name])
+
+
+def held_on_cpu(state: State) -> State:
+    """A copy in host memory that later steps do not change. No communication."""
+    staged: State = BlockingAsyncStager().stage(state)
+    return staged
+
+
+def replication_groups(parts: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
+    """Those of this rank, each once."""
+    found = {}
+    for unit in units_of(list(parts)):
+        if (group := unit.replicate_group) is not None:
+            found[tuple(dist.get_process_group_ranks(group))] = group
+    return list(found.values())
+
+
+def device_of(parts: Iterable[nn.Module]) -> torch.device:
+    """Where messages of the model's groups lie."""
+    units = units_of(list(parts))
+    return units[0].device if units else torch.device("cpu")

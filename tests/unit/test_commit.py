@@ -1,0 +1,129 @@
+"""Folders of checkpoints at every point at which a crash may leave them."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mics_dtensor.checkpoint import commit as committing
+from mics_dtensor.checkpoint.commit import abandon, begin, commit, is_whole, named, retire
+from mics_dtensor.checkpoint.manifest import NAME, Manifest, files_of
+from mics_dtensor.errors import CheckpointError
+
+
+def save(path: Path, data: bytes = b"data", contents: str = "training") -> None:
+    begin(path)
+    partial = path.with_name(path.name + ".partial")
+    (partial / "a").write_bytes(data)
+    files = files_of(partial, ["a"])
+    commit(path, Manifest(step=0, contents=contents, files=files))  # type: ignore[arg-type]
+
+
+def steps(folder: Path) -> list[int]:
+    return list(named(folder))
+
+
+def test_nothing_has_the_name_before_the_commit(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "step-1"
+    begin(path)
+    assert steps(tmp_path / "run") == []
+    abandon(path)
+    assert list((tmp_path / "run").iterdir()) == []
+    save(path)
+    assert is_whole(path)
+    assert [p.name for p in path.parent.iterdir()] == ["step-1"]
+
+
+def test_leftovers_go_and_what_is_needed_stays(tmp_path: Path) -> None:
+    save(tmp_path / "step-1")
+    save(tmp_path / "step-2")
+    (tmp_path / "step-2").rename(tmp_path / "step-2.replaced")  # killed between the renames
+    for name in ("step-1.replaced", "step-3.partial", "step-9.deleted", "notes.partial"):
+        (tmp_path / name).mkdir()
+    assert named(tmp_path) == {1: tmp_path / "step-1", 2: tmp_path / "step-2.replaced"}
+    begin(tmp_path / "step-3")
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["notes.partial", "step-1", "step-2", "step-3.partial"]
+    assert is_whole(tmp_path / "step-2")
+
+
+def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path / "step-1", b"first")
+    save(tmp_path / "step-1", b"second")
+    assert (tmp_path / "step-1" / "a").read_bytes() == b"second"
+    assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
+
+
+@pytest.mark.parametrize("call", ["rename", "write", "sync_folder", "rmtree"])
+@pytest.mark.parametrize("when", [0, 1])
+def test_a_crash_in_a_commit_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, when: int
+) -> None:
+    save(tmp_path / "step-1", b"first")
+
+    class Killed(BaseException):
+        pass
+
+    calls = iter(range(9))
+
+    def killed(*_: object, **__: object) -> None:
+        if next(calls) == when:
+            raise Killed
+        monkeypatch.undo()
+
+    owner = {"rename": Path, "write": Manifest, "sync_folder": committing, "rmtree": shutil}[call]
+    real = getattr(owner, call)
+
+    def maybe(*args: object, **kwargs: object) -> object:
+        killed()
+        return real(*args, **kwargs)
+
+    begin(tmp_path / "step-1")
+    (tmp_path / "step-1.partial" / "a").write_bytes(b"second")
+    manifest = Manifest(
+        step=1, contents="training", files=files_of(tmp_path / "step-1.partial", ["a"])
+    )
+    monkeypatch.setattr(owner, call, maybe)
+    with contextlib.suppress(Killed):
+        commit(tmp_path / "step-1", manifest)
+    monkeypatch.undo()
+    (path,) = named(tmp_path).values()
+    assert is_whole(path)
+    assert (path / "a").read_bytes() in (b"first", b"second")
+
+
+def test_files_on_the_disk_of_another_node(tmp_path: Path) -> None:
+    begin(tmp_path / "step-1")
+    partial = tmp_path / "step-1.partial"
+    (partial / "__9_0.distcp").touch()
+    manifest = Manifest(step=1, contents="model", files=files_of(partial, ["__9_0.distcp"]))
+    (partial / "__9_0.distcp").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"does not see __9_0.distcp, which other ranks wrote"
+    ):
+        commit(tmp_path / "step-1", manifest)
+    assert steps(tmp_path) == []
+
+
+def test_old_ones_go_and_damaged_ones_count_for_nothing(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        save(tmp_path / f"step-{step}")
+    (tmp_path / "step-30" / "a").write_bytes(b"d")
+    (tmp_path / "step-20" / NAME).unlink()
+    assert retire(tmp_path, keep_last=0) == []
+    assert retire(tmp_path, keep_last=2) == []  # 40 and 10 are the good ones
+    save(tmp_path / "step-50")
+    assert [p.name for p in retire(tmp_path, keep_last=2)] == ["step-10", "step-20", "step-30"]
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["step-40", "step-50"]
+
+
+def test_what_a_run_can_be_resumed_from_outlives_weights_alone(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(tmp_path / f"step-{step}")
+    save(tmp_path / "step-30", contents="model")
+    save(tmp_path / "step-40", contents="model")
+    assert [p.name for p in retire(tmp_path, keep_last=1)] == ["step-10", "step-30"]
+    assert steps(tmp_path) == [20, 40]
