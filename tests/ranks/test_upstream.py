@@ -348,7 +348,6 @@ class Canaries:
             assert torch.autograd.profiler._is_profiler_enabled
         assert not torch.autograd.profiler._is_profiler_enabled
 
-<<<<<<< HEAD
     def sharded_param_data_end_to_end(self) -> None:
         """`_sharded_param_data` is what FSDP2 gathers, also after its lazy init; padding is not."""
         from mics_dtensor.upstream import lay_end_to_end, lies_end_to_end, units_of
@@ -439,7 +438,7 @@ class Canaries:
         self.model.state_dict()
         assert asked == [True, True, False, False, False]
         assert dcp_state._StateDictInfo.__module__ == dcp_state.__name__
-=======
+
     def storage_info(self) -> None:
         """checkpoint.filesystem._StorageInfo says where a value lies in a file."""
         from mics_dtensor.upstream import storage_info
@@ -447,7 +446,6 @@ class Canaries:
         info = storage_info("__0_0.distcp", 3, 5)
         assert (info.relative_path, info.offset, info.length) == ("__0_0.distcp", 3, 5)
         assert info.transform_descriptors is None
->>>>>>> 58cbaba (Canary of what checkpoints need of torch)
 
     def fake_tensors_and_memory_tracker(self) -> None:
         """torch._subclasses.fake_tensor and torch.distributed._tools.fsdp2_mem_tracker."""
