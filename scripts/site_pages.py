@@ -7,24 +7,22 @@ the source can raise, with its words.
 
 from __future__ import annotations
 
-import ast
 import os.path
 import posixpath
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import messages  # beside this file, where mkdocs looks for what a hook imports
+from markdown.extensions.toc import slugify
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "mics_dtensor"
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)\s#]+)(?=[)#])")
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml"}
 OWN_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-ERRORS = re.compile(r"(?!AttributeError)\w+Error$")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -41,7 +39,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         page, text = wanted.pop()
         for target in LINK.findall(text):
             _add(_in_repository(page, target), files, config, wanted, seen)
-    files.append(File.generated(config, "messages.md", content=messages_page()))
+    anchors = [slugify(piece, "-") for piece in messages.quoted()]
+    files.append(File.generated(config, "messages.md", content=messages.page(anchors)))
     return files
 
 
@@ -90,46 +89,3 @@ def _add(
         language = LANGUAGES.get(os.path.splitext(name)[1], "")
         text = f"---\nhide: [toc]\n---\n\n# {name}\n\n````{language}\n{text}````\n"
     files.append(File.generated(config, uri, content=text))
-
-
-def messages_page() -> str:
-    """Every `raise SomeError("...")` of the source, by the part of the library that raises it."""
-    lines = [
-        "# All error messages",
-        "",
-        "Made from the source. `...` stands for what was given. "
-        "What to do about those that people meet is in [troubleshooting](troubleshooting.md).",
-    ]
-    for path in sorted(SOURCE.rglob("*.py")):
-        found = list(messages(ast.parse(path.read_text("utf-8"))))
-        if found:
-            lines += ["", f"## `{path.relative_to(SOURCE)}`", ""]
-            lines += [f"* **{error}**: {_escaped(text)}" for error, text in dict.fromkeys(found)]
-    return "\n".join(lines) + "\n"
-
-
-def messages(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """The errors that are raised with words, as (class, words)."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-            name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
-            if ERRORS.match(name) and node.args and (text := words(node.args[0])).strip(" ."):
-                yield name, text
-
-
-def words(node: Any) -> str:
-    """A string of the source, with `...` where a value goes in."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(
-            words(part) if isinstance(part, ast.Constant) else "..." for part in node.values
-        )
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return words(node.left) + words(node.right)
-    return "..."
-
-
-def _escaped(text: str) -> str:
-    text = " ".join(text.split())
-    return re.sub(r"([\\`*_{}\[\]<>#|])", r"\\\1", text)
