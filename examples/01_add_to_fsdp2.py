@@ -3,23 +3,30 @@
     torchrun --nproc-per-node 4 examples/01_add_to_fsdp2.py
 
 Four CPU ranks as two nodes of two; on a cluster, Topology.detect() reads the nodes from the hosts.
+The same script without MiCS is 00_fsdp2.py. The losses are the same.
 """
+
+from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import mics_dtensor as mics
 
-NUM_MICRO_STEPS = 4
+NUM_STEPS, NUM_MICRO_STEPS = 20, 4
 
 dist.init_process_group("gloo")
-torch.manual_seed(dist.get_rank())
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
-topology = mics.Topology.uniform(world_size=dist.get_world_size(), ranks_per_node=2)
-mesh = mics.init_mesh(mics.Layout(topology=topology, partition_size=2), device_type="cpu")
+tokens = torch.randint(0, 256, (10_240,), generator=torch.Generator().manual_seed(0))
+dataset = TensorDataset(tokens, (tokens * 7 + 3) % 256)
+loader = DataLoader(dataset, batch_size=32, sampler=DistributedSampler(dataset, shuffle=False))
 
+torch.manual_seed(0)
 model = nn.Sequential(
     nn.Embedding(256, 64),
     *[nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(4)],
@@ -28,27 +35,24 @@ model = nn.Sequential(
 for layer in model:
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
-mics.apply_mics(model, topology=topology)  # 1: a group that spans nodes gathers in two stages
-mics.synchronize_replicas(model)  # 2: every replica starts from replica 0's parameters
-
+mics.apply_mics(model, topology=mics.Topology.uniform(world_size=4, ranks_per_node=2))  # 1
+mics.synchronize_replicas(model)  # 2
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-data = torch.Generator().manual_seed(dist.get_rank())
-if dist.get_rank() == 0:
-    print(mics.explain(model, num_micro_steps=NUM_MICRO_STEPS))
 
-for step in range(1, 21):
-    loss_of_step = 0.0
+batches = iter(loader)
+for step in range(1, NUM_STEPS + 1):
+    mean_loss = torch.zeros(())
     with mics.gradient_accumulation(model, num_micro_steps=NUM_MICRO_STEPS) as accumulation:  # 3
-        for _ in range(NUM_MICRO_STEPS):
-            tokens = torch.randint(0, 256, (32,), generator=data)
-            with accumulation.micro_step():  # gradients cross the replicas in the last one
-                loss = nn.functional.cross_entropy(model(tokens), (tokens * 7 + 3) % 256)
-                (loss / NUM_MICRO_STEPS).backward()
-            loss_of_step += loss.item() / NUM_MICRO_STEPS
-    mics.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        for inputs, targets in islice(batches, NUM_MICRO_STEPS):
+            with accumulation.micro_step():
+                loss = nn.functional.cross_entropy(model(inputs), targets) / NUM_MICRO_STEPS
+                loss.backward()
+            mean_loss += loss.detach()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
     optimizer.step()
     optimizer.zero_grad()
+    dist.all_reduce(mean_loss, op=dist.ReduceOp.AVG)
     if dist.get_rank() == 0 and step % 5 in (0, 1):
-        print(f"step {step:2d}  loss {loss_of_step:.3f}", flush=True)
+        print(f"step {step:2d}  loss {mean_loss:.6f}", flush=True)
 
 dist.destroy_process_group()

@@ -3,6 +3,8 @@
 #
 #   ./scripts/test.sh [pytest arguments]          e.g. ./scripts/test.sh tests/unit -k layout
 #
+#   MICS_EXTRAS   what is installed beside the tests (default "train plan plot"); for tests/integrations:
+#                 MICS_VENV=.venv-integrations MICS_EXTRAS=integrations ./scripts/test.sh tests/integrations
 #   MICS_VENV, PYTHON, TORCH_SPEC   see scripts/venv.sh
 #   NGPU, CONFIG_FILE               those of scripts/train.sh: a test takes the ranks that it names
 set -euo pipefail
@@ -10,7 +12,10 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 
 install_torch
-if torch_runs_the_program; then
+if [ -n "${MICS_EXTRAS:-}" ]; then
+    # shellcheck disable=SC2086  # it is several words
+    install_extras $MICS_EXTRAS test
+elif torch_runs_the_program; then
     install_extras train plan plot test
 else
     say "without the program: torchtitan 0.3.0 needs torch 2.13 or later, its tests are skipped"

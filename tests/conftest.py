@@ -12,11 +12,18 @@ settings.load_profile("house")
 pytest.register_assert_rewrite("harness")
 
 HAS_TORCHTITAN = find_spec("torchtitan") is not None
+HAS_FRAMEWORKS = all(map(find_spec, ("accelerate", "lightning", "transformers")))
 collect_ignore = [] if HAS_TORCHTITAN else ["train"]
+collect_ignore += [] if HAS_FRAMEWORKS else ["integrations"]
 
 
 def pytest_report_header() -> list[str]:
-    return [] if HAS_TORCHTITAN else ["tests/train is left out: torchtitan is not installed"]
+    header = [] if HAS_TORCHTITAN else ["tests/train is left out: torchtitan is not installed"]
+    if not HAS_FRAMEWORKS:
+        header.append(
+            "tests/integrations is left out: Lightning, Accelerate or transformers is not"
+        )
+    return header
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

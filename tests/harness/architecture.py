@@ -22,14 +22,18 @@ ORDER = (
     ("clip", "explanation", "masters"),
     ("sharded_states",),
     ("checkpoint",),
-    ("train",),
+    ("train", "integrations"),
     ("cli",),
 )
 USES_THE_CONTENTS_PAGE = ("train", "cli")
 LINE = {part: line for line, parts in enumerate(ORDER) for part in parts}
 
 UPSTREAM = {"torch", "torchtitan", "torchdata", "torch_checkpointing"}
-MAY_TOUCH_PRIVATE_NAMES = ("mics_dtensor.upstream", "mics_dtensor.train.device_shim")
+MAY_TOUCH_PRIVATE_NAMES = (
+    "mics_dtensor.upstream",
+    "mics_dtensor.train.device_shim",
+    "mics_dtensor.integrations.transformers",  # its own `_no_split_modules`, for one
+)
 PUBLIC_IN_SPITE_OF_THE_UNDERSCORE = {"_asdict", "_fields", "_make", "_replace"}  # namedtuple
 GROUP_MAKERS = {
     "init_device_mesh",

@@ -54,14 +54,20 @@ def ranks(
     return decorate
 
 
-def run_on_ranks(world_size: int, body: Callable[[], None], *, timeout_s: float) -> None:
-    """Call `body` on each rank of a new world of forked processes; raise RanksFailed or skip."""
+def run_on_ranks(
+    world_size: int, body: Callable[[], None], *, timeout_s: float, port: int | None = None
+) -> None:
+    """Call `body` on each rank of a new world of forked processes; raise RanksFailed or skip.
+
+    With a free `port` the ranks find the environment that torchrun makes, and no world yet.
+    """
     __tracebackhide__ = True
     import torch  # noqa: F401  imported once, here: the forks share it
 
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         started = [
-            _Rank(rank, world_size, body, Path(folder), timeout_s) for rank in range(world_size)
+            _Rank(rank, world_size, body, Path(folder), timeout_s, port)
+            for rank in range(world_size)
         ]
         try:
             answers = _wait(started, timeout_s)
@@ -92,7 +98,13 @@ class _Rank:
     """One forked process, and the pipe on which it answers."""
 
     def __init__(
-        self, number: int, world_size: int, body: Callable[[], None], folder: Path, timeout_s: float
+        self,
+        number: int,
+        world_size: int,
+        body: Callable[[], None],
+        folder: Path,
+        timeout_s: float,
+        port: int | None,
     ) -> None:
         self.number = number
         self._stack = folder / f"stack_of_rank_{number}"
@@ -103,7 +115,7 @@ class _Rank:
         sys.stderr.flush()
         self.process: ForkProcess = context.Process(
             target=_live,
-            args=(theirs, number, world_size, body, folder / "store", self._stack, timeout_s),
+            args=(theirs, number, world_size, body, folder / "store", self._stack, timeout_s, port),
             daemon=True,
         )
         self.process.start()
@@ -179,12 +191,13 @@ def _live(
     store: Path,
     stack: Path,
     timeout_s: float,
+    port: int | None,
 ) -> None:
     """The life of one rank, in its own process."""
     parent = os.getppid()
     with stack.open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
-        pipe.send(_answer(rank, world_size, body, store, timeout_s))
+        pipe.send(_answer(rank, world_size, body, store, timeout_s, port))
         # Until every rank is done: closing a connection early fails the others. The siblings hold
         # copies of the parent's end, so that its death is no end of file here.
         while os.getppid() == parent and not pipe.poll(1.0):
@@ -196,7 +209,12 @@ def _live(
 
 
 def _answer(
-    rank: int, world_size: int, body: Callable[[], None], store: Path, timeout_s: float
+    rank: int,
+    world_size: int,
+    body: Callable[[], None],
+    store: Path,
+    timeout_s: float,
+    port: int | None,
 ) -> tuple[str, str]:
     import torch
     import torch.distributed as dist
@@ -206,16 +224,27 @@ def _answer(
     try:
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            world_size=world_size,
-            rank=rank,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        if port is None:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                world_size=world_size,
+                rank=rank,
+                timeout=timedelta(seconds=timeout_s),
+            )
+        else:
+            os.environ |= _torchrun(rank, world_size, port)
         body()
     except pytest.skip.Exception as skip:
         return "skipped", str(skip)
     except BaseException:  # also pytest.fail, SystemExit: whatever it was, the parent shows it
         return "failed", f"rank {rank} of {world_size} failed:\n{traceback.format_exc()}"
     return "passed", ""
+
+
+def _torchrun(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The environment of a rank that `torchrun --standalone` starts."""
+    ranks_and_sizes = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "MASTER_PORT": port}
+    ranks_and_sizes |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    names = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none"}
+    return names | {name: str(value) for name, value in ranks_and_sizes.items()}

@@ -25,7 +25,8 @@ WITHOUT_TORCH = [
     if module.part in ("", "errors", "topology", "layout", "plan")
     and module.name != "mics_dtensor.plan.trace"
 ]
-CORE = [module.name for module in MODULES if module.part not in ("train", "cli")]
+NEEDS_MORE_THAN_TORCH = ("train", "integrations", "cli")
+CORE = [module.name for module in MODULES if module.part not in NEEDS_MORE_THAN_TORCH]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)

@@ -1,0 +1,87 @@
+"""A Llama in transformers' Trainer, and in TRL's, trains as one process does on all of the data."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.examples import EXAMPLES, run_example
+from harness.ranks import ranks
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+
+import mics_dtensor as mics
+from mics_dtensor.errors import ConfigError
+from mics_dtensor.integrations.transformers import blocks_of, shard_pretrained
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+
+REPLICAS = (0, 2)  # the replication group of rank 0
+NUM_STEPS = 10
+
+
+def example(script: str) -> dict[str, Any]:
+    """The names that a script defines, without running it."""
+    return runpy.run_path(str(EXAMPLES / "integrations" / script))
+
+
+def one_process(names: dict[str, Any]) -> tuple[nn.Module, list[float]]:
+    """A loop over whole batches in plain PyTorch, nothing of which is sharded."""
+    model = names["build"]()
+    texts = names["Counting"]().texts
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    losses = []
+    for batch in texts.chunk(NUM_STEPS):
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses
+
+
+def test_losses_messages_and_saved_weights_are_those_of_one_process(tmp_path: Path) -> None:
+    alone, losses = one_process(example("with_transformers.py"))
+    ran = run_example("integrations/with_transformers.py", str(tmp_path))
+    assert ran.losses == pytest.approx(losses, rel=1e-5)
+
+    shard_bytes = 4 * sum(p.numel() for p in alone.parameters()) // 2
+    hops = ran.sent.of("all_reduce", ranks=REPLICAS)
+    assert [call.message_bytes for call in hops if call.message_bytes > 1000] == (
+        [shard_bytes] * NUM_STEPS
+    )
+    assert len(hops) == 2 * NUM_STEPS  # one more each, which agrees on what takes part
+
+    saved = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert saved.lm_head.weight is saved.model.embed_tokens.weight
+    for (name, parameter), (_, right) in zip(
+        saved.named_parameters(), alone.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(parameter, right, rtol=2e-3, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@ranks(2)
+def test_units_are_the_blocks_of_the_model_and_tied_embeddings_one(tie: bool) -> None:
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 32, "n_positions": 8}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, tie_word_embeddings=tie))
+    topology = mics.Topology.uniform(world_size=2, ranks_per_node=1)
+    mesh = mics.init_mesh(mics.Layout(topology=topology, partition_size=1), device_type="cpu")
+    with pytest.raises(ConfigError, match=r"the axes of the mesh are \('shard',\)"):
+        shard_pretrained(model, mesh=mesh["shard"])
+    shard_pretrained(model, mesh=mesh)
+    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    own = [] if tie else ["transformer.wte"]
+    blocks = ["transformer.h.0", "transformer.h.1"]
+    assert units == ["", *own, *blocks, *([] if tie else ["lm_head"])]
+    assert (model.lm_head.weight is model.transformer.wte.weight) == tie
+
+
+def test_a_model_that_names_no_blocks_is_refused() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8))
+    model._no_split_modules = ["LlamaDecoderLayer"]
+    with pytest.raises(ConfigError, match="has no such module: call fully_shard on its blocks"):
+        blocks_of(model)
