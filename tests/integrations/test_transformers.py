@@ -1,6 +1,7 @@
 """A Llama in transformers' Trainer, and in TRL's, trains as one process does on all of the data."""
 
 import runpy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,7 @@ def test_units_are_the_blocks_of_the_model_and_tied_embeddings_one(tie: bool) ->
     shard_pretrained(model, mesh=mesh)
     units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     own = [] if tie else ["transformer.wte"]
-    blocks = ["transformer.h.0", "transformer.h.1"]
-    assert units == ["", *own, *blocks, *([] if tie else ["lm_head"])]
+    assert units == ["", *own, "transformer.h.0", "transformer.h.1"]
     assert (model.lm_head.weight is model.transformer.wte.weight) == tie
 
 
@@ -85,3 +85,12 @@ def test_a_model_that_names_no_blocks_is_refused() -> None:
     model._no_split_modules = ["LlamaDecoderLayer"]
     with pytest.raises(ConfigError, match="has no such module: call fully_shard on its blocks"):
         blocks_of(model)
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
+def test_the_trainer_of_trl_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    _, losses = one_process(example("with_transformers.py"))
+    ran = run_example("integrations/with_trl.py", str(tmp_path))
+    assert ran.losses == pytest.approx(losses, rel=1e-5)
+    hops = ran.sent.of("all_reduce", ranks=REPLICAS)
+    assert len(hops) == 2 * NUM_STEPS

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel, Trainer
 from transformers.distributed import DistributedConfig
 
@@ -42,11 +42,12 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def shard_pretrained(model: PreTrainedModel, *, mesh: DeviceMesh, **policies: Any) -> None:
-    """fully_shard for a transformers model: one unit a block, the embeddings, and the rest.
+    """fully_shard for a transformers model: one unit a block, one for the embeddings, the rest.
 
     `mesh` has the axes (replicate, shard); `policies` go to every fully_shard (mp_policy, ...).
-    Tied embeddings stay with the root, in one unit. Switch gradient checkpointing on before it is
-    called. Then `save_pretrained`, called on every rank, writes whole weights.
+    The head stays with the root, where fused losses read its weight, and so do embeddings that are
+    tied to it: in one unit. Switch activation checkpointing on before. From then on
+    `save_pretrained`, called on every rank, writes whole weights once.
     """
     if mesh.mesh_dim_names != ("replicate", "shard"):
         raise ConfigError(
@@ -55,10 +56,8 @@ def shard_pretrained(model: PreTrainedModel, *, mesh: DeviceMesh, **policies: An
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, **policies)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    is_tied = head is not None and head.weight is embedding.weight
-    for module in () if is_tied else (embedding, head):
-        if module is not None and not isinstance(module, FSDPModule):
-            fully_shard(module, mesh=mesh, **policies)
+    if head is None or head.weight is not embedding.weight:
+        fully_shard(embedding, mesh=mesh, **policies)
     fully_shard(model, mesh=mesh, **policies)
     replicas, shards = mesh.shape
     model.config.distributed_config = DistributedConfig(
