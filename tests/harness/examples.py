@@ -7,14 +7,13 @@ import json
 import os
 import re
 import runpy
-import socket
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.counting import Collective, Collectives, count_collectives
-from harness.ranks import run_on_ranks
+from harness.ranks import free_port, run_on_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -56,16 +55,9 @@ def run_example(script: str, *arguments: str, timeout_s: float = 200.0) -> Run:
                     json.dumps([[c.kind, c.message_bytes, c.ranks] for c in count.calls])
                 )
 
-        run_on_ranks(world_size, body, timeout_s=timeout_s, port=_free_port())
+        run_on_ranks(world_size, body, timeout_s=timeout_s, port=free_port())
         calls = [
             Collective(kind, size, tuple(ranks))
             for kind, size, ranks in json.loads(sent.read_text())
         ]
         return Run(printed.read_text(), Collectives(calls))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -10,6 +10,7 @@ import faulthandler
 import functools
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -33,19 +34,25 @@ class RanksFailed(Exception):
 
 
 def ranks(
-    world_size: int, *, timeout_s: float = 60.0
+    world_size: int, *, timeout_s: float = 60.0, torchrun: bool = False
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Make a test run once on each of `world_size` ranks of a gloo world; any failure fails it.
 
     Parameters and fixtures are made once, before the fork. Every rank starts with one thread and
-    `torch.manual_seed(0)`. A body that skips on every rank is a skipped test.
+    `torch.manual_seed(0)`. A body that skips on every rank is a skipped test. With `torchrun` the
+    body finds the environment that torchrun makes, and no world yet.
     """
 
     def decorate(body: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(body)
         def test(*args: P.args, **kwargs: P.kwargs) -> None:
             __tracebackhide__ = True
-            run_on_ranks(world_size, lambda: body(*args, **kwargs), timeout_s=timeout_s)
+            run_on_ranks(
+                world_size,
+                lambda: body(*args, **kwargs),
+                timeout_s=timeout_s,
+                port=free_port() if torchrun else None,
+            )
 
         pytest.mark.ranks(world_size)(test)
         pytest.mark.timeout(timeout_s + 60)(test)  # the last resort, should this file be wrong
@@ -240,6 +247,14 @@ def _answer(
     except BaseException:  # also pytest.fail, SystemExit: whatever it was, the parent shows it
         return "failed", f"rank {rank} of {world_size} failed:\n{traceback.format_exc()}"
     return "passed", ""
+
+
+def free_port() -> int:
+    """A port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _torchrun(rank: int, world_size: int, port: int) -> dict[str, str]:

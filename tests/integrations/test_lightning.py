@@ -95,7 +95,7 @@ def alone(num_epochs: int, max_norm: float = 0.0) -> list[float]:
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.1])
-@ranks(4, timeout_s=120)
+@ranks(4, timeout_s=200, torchrun=True)
 def test_losses_are_those_of_one_process_with_a_short_last_step(max_norm: float) -> None:
     module = Regression()
     trainer(gradient_clip_val=max_norm or None).fit(module, data())
@@ -106,10 +106,10 @@ class Counting(Callback):
     """All-reduces over the replicas, batch by batch."""
 
     def __init__(self) -> None:
-        self.replicas = (0, 2) if dist.get_rank() % 2 == 0 else (1, 3)
         self.per_batch: list[int] = []
 
     def on_train_batch_start(self, *_: object) -> None:
+        self.replicas = (0, 2) if dist.get_rank() % 2 == 0 else (1, 3)
         self.context = count_collectives()
         self.count = self.context.__enter__()
 
@@ -118,7 +118,7 @@ class Counting(Callback):
         self.per_batch.append(self.count.num("all_reduce", ranks=self.replicas))
 
 
-@ranks(4, timeout_s=120)
+@ranks(4, timeout_s=200, torchrun=True)
 def test_batches_that_accumulate_send_nothing_between_replicas() -> None:
     counting = Counting()
     trainer(callbacks=[counting], max_epochs=1).fit(Regression(), data())
@@ -126,7 +126,7 @@ def test_batches_that_accumulate_send_nothing_between_replicas() -> None:
     assert counting.per_batch == [0, 0, hop, 0, 0, hop, 0, hop]
 
 
-@ranks(4, timeout_s=180)
+@ranks(4, timeout_s=240, torchrun=True)
 def test_a_distributed_checkpoint_resumes_where_it_was_written(folder: Path) -> None:
     whole = Regression()
     trainer(max_epochs=3).fit(whole, data())
@@ -160,7 +160,7 @@ class Breaks(Callback):
 
 
 @pytest.mark.parametrize("ends", [Stops, Breaks])
-@ranks(4, timeout_s=120)
+@ranks(4, timeout_s=200, torchrun=True)
 def test_a_step_that_is_cut_short_leaves_nothing_behind(ends: type[Callback]) -> None:
     module = Regression()
     stopped = trainer(callbacks=[ends()], max_epochs=1)
@@ -175,7 +175,7 @@ def test_a_step_that_is_cut_short_leaves_nothing_behind(ends: type[Callback]) ->
     assert len(module.seen) == 8
 
 
-@ranks(4, timeout_s=120)
+@ranks(4, timeout_s=200, torchrun=True)
 def test_an_optimizer_that_runs_its_closure_again_is_refused() -> None:
     with pytest.raises(ConfigError, match="LBFGS runs its closure several times a step"):
         trainer().fit(Regression(torch.optim.LBFGS), data())

@@ -1,5 +1,6 @@
 """A Llama in transformers' Trainer, and in TRL's, trains as one process does on all of the data."""
 
+import os
 import runpy
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness.examples import EXAMPLES, run_example
 from harness.ranks import ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig, is_fsdp_managed_module
 
 import mics_dtensor as mics
 from mics_dtensor.errors import ConfigError
-from mics_dtensor.integrations.transformers import blocks_of, shard_pretrained
+from mics_dtensor.integrations.transformers import MicsTrainer, blocks_of, shard_pretrained
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
@@ -94,3 +97,50 @@ def test_the_trainer_of_trl_has_the_losses_of_one_process(tmp_path: Path) -> Non
     assert ran.losses == pytest.approx(losses, rel=1e-5)
     hops = ran.sent.of("all_reduce", ranks=REPLICAS)
     assert len(hops) == 2 * NUM_STEPS
+
+
+def test_the_private_names_of_transformers_that_we_lean_on() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8))
+    assert model._no_split_modules
+    assert {"_clip_grad_norm", "_defer_fsdp_gradient_reduction"} <= set(vars(Trainer))
+    assert is_fsdp_managed_module(model) is False
+    model._is_fsdp_managed_module = model._is_distributed_loading_by_transformers = True
+    assert is_fsdp_managed_module(model)
+    assert model.is_distributed_loading_by_transformers
+
+
+@pytest.mark.parametrize("replicas", [2, 1])
+@ranks(4, timeout_s=200, torchrun=True)
+def test_a_model_that_transformers_has_sharded_while_loading(replicas: int, folder: Path) -> None:
+    names = example("with_transformers.py")
+    if int(os.environ["RANK"]) == 0:
+        names["build"]().save_pretrained(folder / "small")
+    dist.init_process_group("gloo")
+    dist.barrier()
+    sizes = DistributedConfig(dp_replicate_size=replicas, fsdp_size=4 // replicas)
+    model = LlamaForCausalLM.from_pretrained(folder / "small", distributed_config=sizes)
+    mics.apply_mics(model, topology=mics.Topology.uniform(world_size=4, ranks_per_node=2))
+    mics.synchronize_replicas(model)
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        max_steps=NUM_STEPS,
+        learning_rate=3e-3,
+        lr_scheduler_type="constant",
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = MicsTrainer(model=model, args=arguments, train_dataset=names["Counting"]())
+    trainer.train()
+    seen = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert seen == pytest.approx(one_process(names)[1], rel=1e-5)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path

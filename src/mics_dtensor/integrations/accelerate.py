@@ -116,6 +116,12 @@ class MicsAccelerator(Accelerator):
         for micro_steps in self._micro_steps.values():
             micro_steps.abandon()
 
+    def free_memory(self, *objects: Any) -> Any:
+        """Accelerate's; models are forgotten here too."""
+        self.abandon()
+        self._micro_steps.clear()
+        return super().free_memory(*objects)
+
     def _end_last(self) -> None:
         if self.sync_gradients:
             for micro_steps in self._micro_steps.values():
