@@ -35,11 +35,11 @@ class Counting(Dataset):
         return {"input_ids": self.texts[index], "labels": self.texts[index]}
 
 
-def build() -> LlamaForCausalLM:
+def build(*, tie: bool = True) -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True))
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=tie))
 
 
 def main() -> None:

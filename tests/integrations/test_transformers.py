@@ -2,6 +2,7 @@
 
 import os
 import runpy
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,7 @@ def test_the_private_names_of_transformers_that_we_lean_on() -> None:
 @ranks(4, timeout_s=200, torchrun=True)
 def test_a_model_that_transformers_has_sharded_while_loading(replicas: int, folder: Path) -> None:
     names = example("with_transformers.py")
+    names["build"] = partial(names["build"], tie=False)
     if int(os.environ["RANK"]) == 0:
         names["build"]().save_pretrained(folder / "small")
     dist.init_process_group("gloo")
@@ -139,6 +141,19 @@ def test_a_model_that_transformers_has_sharded_while_loading(replicas: int, fold
     trainer.train()
     seen = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     assert seen == pytest.approx(one_process(names)[1], rel=1e-5)
+
+
+@ranks(4, timeout_s=200, torchrun=True)
+def test_tied_weights_that_transformers_has_sharded_while_loading_are_refused(folder: Path) -> None:
+    """torch gathers them twice: load the model whole, and call shard_pretrained."""
+    if int(os.environ["RANK"]) == 0:
+        example("with_transformers.py")["build"]().save_pretrained(folder / "small")
+    dist.init_process_group("gloo")
+    dist.barrier()
+    sizes = DistributedConfig(dp_replicate_size=2, fsdp_size=2)
+    model = LlamaForCausalLM.from_pretrained(folder / "small", distributed_config=sizes)
+    with pytest.raises(ConfigError, match="on the meta device"):
+        mics.synchronize_replicas(model)
 
 
 @pytest.fixture
