@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from mics_dtensor import Topology
 from mics_dtensor.integrations.lightning import MicsStrategy
@@ -33,6 +33,13 @@ class Tokens(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+
+    def train_dataloader(self) -> DataLoader:
+        draw = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, 256, (10_240,), generator=draw)
+        dataset = TensorDataset(tokens, (tokens * 7 + 3) % 256)
+        sampler = DistributedSampler(dataset, shuffle=False)  # Lightning would shuffle
+        return DataLoader(dataset, batch_size=32, sampler=sampler)
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
         inputs, targets = batch
@@ -62,6 +69,4 @@ trainer = Trainer(
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-tokens = torch.randint(0, 256, (10_240,), generator=torch.Generator().manual_seed(0))
-dataset = TensorDataset(tokens, (tokens * 7 + 3) % 256)
-trainer.fit(Tokens(), DataLoader(dataset, batch_size=32))
+trainer.fit(Tokens())

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from mics_dtensor import Topology
 from mics_dtensor.errors import ConfigError
@@ -45,6 +45,12 @@ class Regression(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer(self.layers.parameters(), lr=0.03)
 
+    def train_dataloader(self) -> DataLoader:
+        its = self.trainer.strategy.distributed_sampler_kwargs
+        assert its == {"num_replicas": 4, "rank": dist.get_rank()}
+        sampler = DistributedSampler(data(), shuffle=False, **its)  # Lightning would shuffle
+        return DataLoader(data(), batch_size=2, sampler=sampler)
+
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
         inputs, targets = batch
         loss = nn.functional.mse_loss(self.layers(inputs), targets)
@@ -52,10 +58,10 @@ class Regression(LightningModule):
         return loss
 
 
-def data() -> DataLoader:
+def data() -> TensorDataset:
     draw = torch.Generator().manual_seed(0)
     inputs = torch.randn(4 * 2 * 8, 6, generator=draw)  # 8 batches of 2 on each of 4 ranks
-    return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True).sin()), batch_size=2)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
 
 
 def trainer(**options: Any) -> Trainer:
@@ -79,7 +85,7 @@ def alone(num_epochs: int, max_norm: float = 0.0) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
-    inputs, targets = data().dataset.tensors
+    inputs, targets = data().tensors
     seen = []
     for _ in range(num_epochs):
         for batch, (x, y) in enumerate(zip(inputs.chunk(8), targets.chunk(8), strict=True)):
@@ -98,7 +104,7 @@ def alone(num_epochs: int, max_norm: float = 0.0) -> list[float]:
 @ranks(4, timeout_s=200, torchrun=True)
 def test_losses_are_those_of_one_process_with_a_short_last_step(max_norm: float) -> None:
     module = Regression()
-    trainer(gradient_clip_val=max_norm or None).fit(module, data())
+    trainer(gradient_clip_val=max_norm or None).fit(module)
     assert module.seen == pytest.approx(alone(2, max_norm), rel=1e-5)
 
 
@@ -121,7 +127,7 @@ class Counting(Callback):
 @ranks(4, timeout_s=200, torchrun=True)
 def test_batches_that_accumulate_send_nothing_between_replicas() -> None:
     counting = Counting()
-    trainer(callbacks=[counting], max_epochs=1).fit(Regression(), data())
+    trainer(callbacks=[counting], max_epochs=1).fit(Regression())
     hop = 2  # one message of gradients, one of what takes part
     assert counting.per_batch == [0, 0, hop, 0, 0, hop, 0, hop]
 
@@ -129,13 +135,13 @@ def test_batches_that_accumulate_send_nothing_between_replicas() -> None:
 @ranks(4, timeout_s=240, torchrun=True)
 def test_a_distributed_checkpoint_resumes_where_it_was_written(folder: Path) -> None:
     whole = Regression()
-    trainer(max_epochs=3).fit(whole, data())
+    trainer(max_epochs=3).fit(whole)
     first = trainer(max_epochs=1)
-    first.fit(Regression(), data())
+    first.fit(Regression())
     first.save_checkpoint(folder / "step.ckpt")  # a folder: every rank writes its shards
     assert (folder / "step.ckpt" / ".metadata").exists()
     resumed = Regression()
-    trainer(max_epochs=3).fit(resumed, data(), ckpt_path=folder / "step.ckpt", weights_only=False)
+    trainer(max_epochs=3).fit(resumed, ckpt_path=folder / "step.ckpt", weights_only=False)
     assert resumed.seen == whole.seen[8:]
 
 
@@ -166,16 +172,16 @@ def test_a_step_that_is_cut_short_leaves_nothing_behind(ends: type[Callback]) ->
     stopped = trainer(callbacks=[ends()], max_epochs=1)
     if ends is Breaks:
         with pytest.raises(KeyError, match="between two micro-steps"):
-            stopped.fit(module, data())
+            stopped.fit(module)
     else:
-        stopped.fit(module, data())
+        stopped.fit(module)
     assert len(module.seen) == 4
     module.seen.clear()
-    trainer(max_epochs=1).fit(module, data())  # the same module, in a new trainer
+    trainer(max_epochs=1).fit(module)  # the same module, in a new trainer
     assert len(module.seen) == 8
 
 
 @ranks(4, timeout_s=200, torchrun=True)
 def test_an_optimizer_that_runs_its_closure_again_is_refused() -> None:
     with pytest.raises(ConfigError, match="LBFGS runs its closure several times a step"):
-        trainer().fit(Regression(torch.optim.LBFGS), data())
+        trainer().fit(Regression(torch.optim.LBFGS))

@@ -145,7 +145,7 @@ def test_a_model_that_transformers_has_sharded_while_loading(replicas: int, fold
 
 @ranks(4, timeout_s=200, torchrun=True)
 def test_tied_weights_that_transformers_has_sharded_while_loading_are_refused(folder: Path) -> None:
-    """torch gathers them twice: load the model whole, and call shard_pretrained."""
+    """Torch gathers them twice: load the model whole, and call shard_pretrained."""
     if int(os.environ["RANK"]) == 0:
         example("with_transformers.py")["build"]().save_pretrained(folder / "small")
     dist.init_process_group("gloo")
