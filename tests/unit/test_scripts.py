@@ -158,6 +158,14 @@ def test_pytest_arguments_are_passed_on(checkout: Checkout) -> None:
     assert checkout.called[-1] == "python <-m> <pytest> <tests/unit> <-k> <layout and not tp>"
 
 
+def test_other_extras_for_the_tests_of_the_integrations(checkout: Checkout) -> None:
+    checkout.run("test.sh", "tests/integrations", MICS_EXTRAS="integrations")
+    assert checkout.called[-2:] == [
+        f"{PIP} {HELD} <--editable> <.[integrations,test]>",
+        "python <-m> <pytest> <tests/integrations>",
+    ]
+
+
 def test_another_place_for_the_environment(checkout: Checkout) -> None:
     checkout.run("train.sh", MICS_VENV=".venv-2.14")
     assert checkout.called[0] == "fake_python <-m> <venv> <ROOT/.venv-2.14>"
