@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ class World:
     ranks_per_node: int
     port: int
     python: str = sys.executable
+    module: str = "benchmarks.rank"
     _running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -36,7 +38,7 @@ class World:
         return [process.pid for process in self._running]
 
     def start(self, arguments: Sequence[str]) -> None:
-        """Start `python -m benchmarks.rank ARGUMENTS` on every rank."""
+        """Start `python -m MODULE ARGUMENTS` on every rank."""
         paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
@@ -53,7 +55,7 @@ class World:
                 *("--nnodes", str(len(self.cluster.hosts)), "--node-rank", str(node)),
                 *("--nproc-per-node", str(self.ranks_per_node), "--local-addr", address),
                 *("--master-addr", self.cluster.addresses[0], "--master-port", str(self.port)),
-                *("--module", "benchmarks.rank", *arguments),
+                *("--module", self.module, *arguments),
             ]
             self._running.append(
                 subprocess.Popen(
@@ -65,6 +67,22 @@ class World:
                     start_new_session=True,
                 )
             )
+
+    def wait(self, timeout_s: float) -> None:
+        """Until every node has ended well; ClusterError where one fails, or takes too long."""
+        deadline_s = time.monotonic() + timeout_s
+        for host, process in zip(self.cluster.hosts, self._running, strict=True):
+            try:
+                status = process.wait(max(0.0, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise ClusterError(
+                    f"torchrun of world {self.name} on {host} still runs after {timeout_s:g} s"
+                ) from None
+            if status:
+                raise ClusterError(
+                    f"torchrun of world {self.name} on {host} ended with status {status}; its own "
+                    "words are above"
+                )
 
     def check(self) -> None:
         """Raise ClusterError if a node has ended."""

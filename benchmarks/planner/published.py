@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mics_dtensor.layout import Layout
-from mics_dtensor.plan.cluster import Cluster, cluster, preset_cluster
+from mics_dtensor.plan.cluster import Cluster, preset_cluster
+from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.plan.presets.units import Policy, traffic_units
 from mics_dtensor.plan.shape import Checkpointing, ModelShape, preset_of
 from mics_dtensor.plan.step import PROFILES, Overlap, StepTime, Work, step_time
@@ -46,6 +47,7 @@ class Setting:
     overlap: Overlap
     policy: Policy
     hierarchical: bool = False
+    messages_of_a_unit: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,8 @@ def seconds(setting: Setting) -> StepTime:
         two_hop=layout.num_replicas > 1,
     )
     traffic = step_traffic(units, options)
+    stages = (replace(s, calls=s.calls * setting.messages_of_a_unit) for s in traffic.stages)
+    traffic = replace(traffic, stages=tuple(stages))
     return step_time(units, traffic, setting.work, setting.cluster, setting.overlap)
 
 
@@ -262,6 +266,10 @@ GPT_100B = ModelShape(
 )
 
 
+MATRICES_OF_A_BLOCK = 4
+"""DeepSpeed gathers a module's parameters when the module runs: one message a matrix."""
+
+
 def mics_100b(gpus: int, *, partition_size: int, overlap: str, hierarchical: bool) -> Setting:
     """100B on p4de (S1, S2). Shape and micro-batch are chosen here; the paper's are not known."""
     return Setting(
@@ -274,6 +282,7 @@ def mics_100b(gpus: int, *, partition_size: int, overlap: str, hierarchical: boo
         overlap=PROFILES[overlap],
         policy=Policy(reduce_itemsize=2, hop_itemsize=2, chunked_loss=False),
         hierarchical=hierarchical,
+        messages_of_a_unit=1 if overlap == "fsdp2" else MATRICES_OF_A_BLOCK,
     )
 
 

@@ -19,7 +19,7 @@ ORDER = (
     ("bucket",),
     ("boundary", "audit"),
     ("accumulate", "apply", "replicas"),
-    ("clip", "explanation", "masters"),
+    ("clip", "explanation", "masters", "measure"),
     ("sharded_states",),
     ("checkpoint",),
     ("train", "integrations"),
@@ -182,10 +182,12 @@ def _own_private_names(tree: ast.AST) -> Iterator[str]:
 
 
 def _groups(module: Module, tree: ast.AST) -> Iterator[str]:
-    """Only mesh.py makes process groups; the program may start the world itself."""
+    """Only mesh.py makes process groups; the programs may start the world itself."""
     if module.part == "mesh":
         return
-    makers = GROUP_MAKERS if module.part == "train" else GROUP_MAKERS | {"init_process_group"}
+    makers = (
+        GROUP_MAKERS if module.part in ("train", "cli") else GROUP_MAKERS | {"init_process_group"}
+    )
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _last(node.func) == "DeviceMesh":
             yield f"{node.lineno}: a mesh is made outside mesh.py: {ast.unparse(node)}"

@@ -7,7 +7,8 @@ import pytest
 
 from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import GroupShape, Layout
-from mics_dtensor.plan.cluster import UNCERTAINTY, Cluster, Link, cluster, presets
+from mics_dtensor.plan.cluster import UNCERTAINTY, Cluster, Link, presets
+from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.plan.cost import between_s, extra_latency_s, inside_s, ring_latency_s, stage_s
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
@@ -143,7 +144,8 @@ def test_c5_only_what_the_curve_does_not_hold_is_added() -> None:
     assert extra(1) == 0.0  # the curve inside a node was taken on 8 ranks
     assert extra(2) == 0.0  # and that between nodes on 2 nodes
     # Each node more: 7 hops inside and one between.
-    assert extra(5) == pytest.approx(3 * (7 * 3.4e-6 + 9.6e-6))
+    hops = 7 * p4d.inside.hop_latency_s + p4d.between.hop_latency_s
+    assert extra(5) == pytest.approx(3 * hops)
     gather = step_traffic(units_on(40, 40, node=8), Options(hierarchical=False)).stages[0]
     twice = extra_latency_s(replace(gather, collective="all_reduce"), p4d)
     assert twice == pytest.approx(2 * extra(5))

@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from benchmarks.planner import published
+from benchmarks.planner import checks, counted, published, tables
 from benchmarks.planner.published import Case
 from mics_dtensor.plan.cluster import presets
 
@@ -33,6 +33,33 @@ def test_the_64_gpus_of_amsp_with_and_without_overlap() -> None:
     cases = published.amsp_cases()
     assert len(cases) == 48
     hold(cases)
+
+
+def test_the_presets_hold_the_hops_of_the_tables() -> None:
+    curves = presets()["curve"]
+    for curve, hop_s in tables.hops().items():
+        assert curves[curve]["hop_s"] == pytest.approx(hop_s, abs=0.06e-6)
+
+
+def test_bandwidth_falls_with_the_nodes_as_published() -> None:
+    """From 4 to 64 nodes to a fifth; nothing is fitted to these numbers."""
+    first, *_, last = tables.decay_cases()
+    assert last.published / first.published == pytest.approx(0.205, abs=0.001)
+    assert last.predicted / first.predicted == pytest.approx(
+        last.published / first.published, rel=0.25
+    )
+
+
+def test_bytes_out_of_a_node_are_those_that_were_counted() -> None:
+    cases = counted.byte_cases()
+    assert len(cases) == 4
+    assert max(abs(case.error) for case in cases) <= 0.01
+
+
+def test_zero_3_over_many_nodes_is_never_ranked_above_mics() -> None:
+    for check in checks.scaling_checks():
+        if "slower" in check.name:
+            assert check.holds
 
 
 def test_the_presets_hold_what_the_8_gpu_rows_give() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 from mics_dtensor.cli import main
 from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import Layout, partition_sizes
-from mics_dtensor.plan.cluster import cluster
+from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.plan.memory import Holding, peak_memory
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
@@ -117,8 +118,15 @@ def test_memory_falls_with_the_partition_size_and_rises_with_the_batch() -> None
 
 
 def test_what_fits_nowhere_is_refused_with_the_numbers() -> None:
-    with pytest.raises(PlanError, match=r"least is .* GB too much .* more nodes"):
+    with pytest.raises(PlanError, match=r"least is .* GB too much .* 64 times the nodes do not"):
         answer(question(model=preset("llama3", "405B"), num_nodes=1, global_batch=8))
+    large = question(model=preset("llama3", "70B"), num_nodes=1, global_batch=8)
+    with pytest.raises(PlanError, match=r"what would help: (\d+) nodes hold it") as refused:
+        answer(large)
+    nodes = int(re.search(r"(\d+) nodes hold it", str(refused.value))[1])  # type: ignore[index]
+    answer(replace(large, num_nodes=nodes, global_batch=8 * nodes))
+    with pytest.raises(PlanError):
+        answer(replace(large, num_nodes=nodes // 2, global_batch=4 * nodes))
     with pytest.raises(PlanError, match="give a multiple of 32"):
         answer(question(global_batch=33))
     with pytest.raises(PlanError, match=r"choose from \[1, 2, 4\]"):
@@ -179,7 +187,7 @@ def test_as_written_keeps_the_variant(capsys: pytest.CaptureFixture[str]) -> Non
         (("--nodes", "0"), "give 1 or more"),
         (("--ranks-per-node", "9"), "give 1 to 8"),
         (("--parallelism.tensor_parallel_degree", "2"), "not planned yet"),
-        (("--model.name", "qwen3", "--model.flavor", "0.6B"), "not yet for qwen3"),
+        (("--model.name", "qwen3", "--model.flavor", "30B-A3B"), "not yet for qwen3"),
         (("--training.global_batch_size", "33"), "multiple of 32"),
     ],
 )

@@ -6,12 +6,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from mics_dtensor.cli import explain, plan
+from mics_dtensor.cli import explain, measure, plan
 from mics_dtensor.errors import MicsError
 
 COMMANDS: Mapping[str, Callable[[Sequence[str]], str]] = {
     "explain": explain.run,
     "plan": plan.run,
+    "measure": measure.run,
 }
 
 
@@ -19,15 +20,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs `mics COMMAND ...`; returns the process's status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
-        print(f"usage: mics {{{','.join(COMMANDS)}}} ...\n\n{explain.SUMMARY}\n{plan.SUMMARY}")
+        summaries = "\n".join((explain.SUMMARY, plan.SUMMARY, measure.SUMMARY))
+        print(f"usage: mics {{{','.join(COMMANDS)}}} ...\n\n{summaries}")
         return 0 if words else 2
     if words[0] not in COMMANDS:
         print(f"mics: no command {words[0]}; there is {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        print(COMMANDS[words[0]](words[1:]), flush=True)
+        if said := COMMANDS[words[0]](words[1:]):
+            print(said, flush=True)
     except MicsError as error:
-        print(f"mics {words[0]}: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # under torchrun every rank has the same to say
+            print(f"mics {words[0]}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `mics ... | head` has read enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  Python flushes it at exit

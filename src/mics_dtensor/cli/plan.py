@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mics_dtensor.cli.plot import plot_answer, plot_scaling
 from mics_dtensor.cli.write import chosen_values, write_choice
 from mics_dtensor.errors import PlanError
-from mics_dtensor.plan.cluster import cluster, presets
+from mics_dtensor.plan.cluster import presets
+from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.plan.question import Question
 from mics_dtensor.plan.report import as_json, render
 from mics_dtensor.plan.scaling import parse_nodes, render_scaling, scaling, scaling_json
 from mics_dtensor.plan.search import answer
+from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.load import load
 from mics_dtensor.train.planning import Freedom, question
+
+if TYPE_CHECKING:
+    from mics_dtensor.train.tracing import Tracer
 
 SUMMARY = "  plan           the partition size to take on a cluster, with memory and time of each"
 
@@ -47,6 +54,17 @@ def parser() -> argparse.ArgumentParser:
     its.add_argument(
         "--scale", metavar="1,2,4,...,64", help="weak scaling over these numbers of nodes instead"
     )
+    its.add_argument(
+        "--trace",
+        action="store_true",
+        help="memory from the run's own model, traced on fake tensors (needs torchtitan, no GPU)",
+    )
+    its.add_argument(
+        "--trace-cache",
+        type=Path,
+        metavar="FOLDER",
+        help="where traces are kept (default: mics_dtensor/traces in the cache of the user)",
+    )
     its.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it too")
     its.add_argument("--write", action="store_true", help="put what is recommended into the file")
     its.add_argument("--json", action="store_true", help="everything, for programs")
@@ -72,6 +90,12 @@ def run(argv: Sequence[str]) -> str:
                 f"--ranks-per-node {options.ranks_per_node}: a node of {its.name} has "
                 f"{its.ranks_per_node}; give 1 to {its.ranks_per_node}"
             )
+        if its.timings and options.ranks_per_node != its.ranks_per_node:
+            raise PlanError(
+                f"--ranks-per-node {options.ranks_per_node}: {its.name} was measured with "
+                f"{its.ranks_per_node} ranks on a node, which is another cluster; leave it out, or "
+                f"measure with {options.ranks_per_node} (mics measure --ranks-per-node)"
+            )
         its = replace(its, ranks_per_node=options.ranks_per_node)
     if config.mics.ranks_per_node not in (None, its.ranks_per_node):
         raise PlanError(
@@ -82,9 +106,23 @@ def run(argv: Sequence[str]) -> str:
         variants=not options.as_written, optimizer_over_replicas=options.optimizer_over_replicas
     )
     asked = question(config, its, options.nodes, freedom)
+    if options.trace:
+        asked = replace(asked, tracer=_tracer(config, options.trace_cache))
     if options.scale is not None:
         return _scaled(asked, options)
     return _answered(asked, options)
+
+
+def _tracer(config: RunConfig, folder: Path | None) -> Tracer:
+    try:
+        from mics_dtensor.train.tracing import Tracer
+    except ImportError as error:
+        raise PlanError(
+            f"--trace runs torchtitan's model on fake tensors, and {error}; pip install "
+            "mics-dtensor[train], or leave --trace out: the closed form needs neither"
+        ) from None
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Tracer(config, folder or home / "mics_dtensor" / "traces")
 
 
 def _scaled(asked: Question, options: argparse.Namespace) -> str:

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import pairwise
 from math import exp, log
-from pathlib import Path
 from typing import Any, Literal
 
 from mics_dtensor.errors import PlanError
+from mics_dtensor.layout import GroupShape
+from mics_dtensor.plan.stage import Collective
+from mics_dtensor.plan.timing import Timing
 
 Origin = Literal["preset", "measured", "user"]
 UNCERTAINTY: Mapping[Origin, float] = {"preset": 0.25, "measured": 0.05, "user": 0.15}
@@ -67,6 +69,21 @@ class Cluster:
     base_latency_s: float
     origin: Origin
     source: str
+    timings: tuple[Timing, ...] = ()
+    """Measured on this cluster: used as they are where the group is the same (C7)."""
+    overlap_slowdown: float = 0.0
+    """Seconds that products lose for each second of messages beside them (T1)."""
+    reserved_bytes: int | None = None
+    """What a rank holds beside tensors: context and buffers, measured; None: assumed."""
+    measured_nodes: int | None = None
+
+    def timing_of(self, collective: Collective, group: GroupShape) -> Timing | None:
+        """The measured timing of that collective in groups of that shape, if there is one."""
+        wanted = (collective, group.num_nodes, group.ranks_per_node)
+        for its in self.timings:
+            if (its.collective, its.num_nodes, its.ranks_per_node) == wanted:
+                return its
+        return None
 
     def share_of_products(self, hidden: int) -> float:
         """Share of the peak that the products of a model of this width reach (T6)."""
@@ -83,6 +100,10 @@ class Cluster:
             ),
             between=replace(
                 self.between, bandwidth_bytes_per_s=self.between.bandwidth_bytes_per_s * between
+            ),
+            timings=tuple(
+                timing.faster(inside if timing.num_nodes == 1 else between)
+                for timing in self.timings
             ),
         )
 
@@ -102,7 +123,23 @@ class Cluster:
             ("latency of a hop between nodes", _us(between.hop_latency_s), *theirs),
             ("bandwidth out of a rank, inside", _gb(inside), inside.origin, inside.source),
             ("latency of a hop inside", _us(inside.hop_latency_s), inside.origin, inside.source),
+            ("loss of products beside messages", f"{self.overlap_slowdown:.2f}", *mine),
+            *self._of_measurements(),
         ]
+
+    def _of_measurements(self) -> list[tuple[str, str, Origin, str]]:
+        mine = (self.origin, self.source)
+        if self.reserved_bytes is None:
+            reserved: tuple[str, Origin, str] = ("2 GB", "preset", "assumed (plan/memory.py)")
+        else:
+            reserved = (f"{self.reserved_bytes / 1e9:.2f} GB", *mine)
+        told = [("context and buffers of a rank", *reserved)]
+        told.append(("fragmentation", "3 %", "preset", "assumed (plan/memory.py)"))
+        if self.timings:
+            groups = {(t.num_nodes, t.ranks_per_node) for t in self.timings}
+            shapes = ", ".join(f"{nodes} x {ranks}" for nodes, ranks in sorted(groups))
+            told.append(("timings of collectives", f"groups of {shapes}", "measured", self.source))
+        return told
 
 
 def _gb(link: Link) -> str:
@@ -119,10 +156,8 @@ def presets() -> dict[str, Any]:
     return tomllib.loads(file.read_text("utf-8"))
 
 
-def cluster(name: str) -> Cluster:
-    """A preset by name, or the cluster of a file ending in .toml. Raises PlanError."""
-    if name.endswith(".toml"):
-        return _from_file(Path(name))
+def preset_of_cluster(name: str) -> Cluster:
+    """A preset by name. Raises PlanError, with the names there are."""
     read = presets()
     if name not in read["cluster"]:
         raise PlanError(
@@ -137,6 +172,13 @@ def cluster(name: str) -> Cluster:
         nic_gbit_per_s=entry["nic_gbit_per_s"],
         between_curve=entry["between_curve"],
     )
+
+
+def gpu_named(said: str) -> str | None:
+    """The GPU of the presets behind a device's own name, as "NVIDIA H100 80GB HBM3"."""
+    words = said.replace("-", " ").split()
+    known = [name for name in presets()["gpu"] if set(name.split("-")) <= set(words)]
+    return known[0] if known else None
 
 
 def preset_cluster(
@@ -158,19 +200,13 @@ def preset_cluster(
         memory_bytes_per_s=its["memory_tb_per_s"] * 1e12,
         inside=Link(
             bandwidth_bytes_per_s=its["inside_gb_per_s"] * 1e9,
-            hop_latency_s=nccl["hop_inside_s"],
-            shares=_shares(read["curve"][its["inside_curve"]]),
-            curve_ranks=8,
-            curve_nodes=1,
+            **_curve(read["curve"][its["inside_curve"]]),
             origin="preset",
             source=f"{its['source']}; curve {its['inside_curve']}",
         ),
         between=Link(
             bandwidth_bytes_per_s=nic_gbit_per_s / 8 * 1e9 * nccl["nic_share"],
-            hop_latency_s=nccl["hop_between_s"],
-            shares=_shares(read["curve"][between_curve]),
-            curve_ranks=16,
-            curve_nodes=2,
+            **_curve(read["curve"][between_curve]),
             origin="preset",
             source=f"{nic_gbit_per_s:g} Gbit/s x {nccl['nic_share']} ({nccl['source']}); curve "
             f"{between_curve}",
@@ -181,6 +217,16 @@ def preset_cluster(
     )
 
 
+def _curve(read: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a link that a table of nccl-tests gives."""
+    return {
+        "hop_latency_s": read["hop_s"],
+        "shares": _shares(read),
+        "curve_ranks": read["ranks"],
+        "curve_nodes": read["nodes"],
+    }
+
+
 def _shares(curve: Mapping[str, Any]) -> tuple[tuple[float, float], ...]:
     """Size in bytes and share of the largest bandwidth; a share never falls with the size."""
     largest, so_far = max(curve["busbw_gb_per_s"]), 0.0
@@ -189,72 +235,3 @@ def _shares(curve: Mapping[str, Any]) -> tuple[tuple[float, float], ...]:
         so_far = max(so_far, busbw / largest)
         shares.append((mib * 2.0**20, so_far))
     return tuple(shares)
-
-
-NUMBERS = ("peak_flops_per_s", "product_share", "memory_bytes", "memory_bytes_per_s")
-
-
-def _from_file(path: Path) -> Cluster:
-    """`cluster.toml` (docs/formats.md): every constant measured or written by the user."""
-    try:
-        read = tomllib.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise PlanError(f"there is no file {path}; --cluster wants one, or a preset") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise PlanError(f"{path} cannot be read: {error}") from None
-    if read.get("schema") != 1:
-        raise PlanError(f"{path} has schema {read.get('schema')}; this version reads schema 1")
-    try:
-        its, links = read["cluster"], read["link"]
-        numbers = {name: float(its[name]) for name in NUMBERS}
-        if min(numbers.values()) <= 0 or its["ranks_per_node"] < 1:
-            raise PlanError(f"{path}: every number of [cluster] must be above 0")
-        return Cluster(
-            name=its["name"],
-            gpu=its["device"],
-            ranks_per_node=its["ranks_per_node"],
-            peak_flops_per_s=numbers["peak_flops_per_s"],
-            product_share=numbers["product_share"],
-            product_half_width=float(its.get("product_half_width", 0.0)),
-            memory_bytes=int(numbers["memory_bytes"]),
-            memory_bytes_per_s=numbers["memory_bytes_per_s"],
-            inside=_link(links["intra_node"], path, its["ranks_per_node"], 1),
-            between=_link(links["inter_node"], path, 2 * its["ranks_per_node"], 2),
-            base_latency_s=its.get("base_latency_s", 0.0),
-            origin=_origin(its.get("origin", "user"), path),
-            source=str(path),
-        )
-    except KeyError as error:
-        raise PlanError(f"{path} lacks the key {error}; docs/formats.md lists them") from None
-    except (TypeError, ValueError) as error:
-        if isinstance(error, PlanError):
-            raise
-        raise PlanError(f"{path}: a value of the wrong type ({error})") from None
-
-
-def _link(read: Mapping[str, Any], path: Path, ranks: int, nodes: int) -> Link:
-    shares = read.get("shares", [[1, 1.0]])
-    bandwidth, latency = float(read["bandwidth_bytes_per_s"]), float(read["latency_s"])
-    in_order = all(low[0] < high[0] for low, high in pairwise(shares))
-    possible = all(size > 0 and 0 < share <= 1 for size, share in shares)
-    if bandwidth <= 0 or latency < 0 or not shares or not in_order or not possible:
-        raise PlanError(
-            f"{path}: a link has a bandwidth above 0, a latency of 0 or more, and shares "
-            "[bytes, share] with ascending sizes and shares above 0 and at most 1"
-        )
-    return Link(
-        bandwidth_bytes_per_s=bandwidth,
-        hop_latency_s=latency,
-        shares=tuple((float(size), float(share)) for size, share in shares),
-        curve_ranks=ranks if "shares" in read else 1,
-        curve_nodes=nodes if "shares" in read else 1,
-        origin=_origin(read.get("origin", "user"), path),
-        source=str(path),
-    )
-
-
-def _origin(said: str, path: Path) -> Origin:
-    for origin in UNCERTAINTY:
-        if said == origin:
-            return origin
-    raise PlanError(f"{path}: origin {said!r}; write one of {', '.join(UNCERTAINTY)}")

@@ -5,16 +5,31 @@ from __future__ import annotations
 from mics_dtensor.errors import PlanError
 from mics_dtensor.plan.cluster import Cluster, Link
 from mics_dtensor.plan.stage import Stage
+from mics_dtensor.plan.timing import WAYS
 
 
 def stage_s(stage: Stage, cluster: Cluster) -> float:
     """Seconds of all calls of a stage in an optimizer step, one after the other (C1).
 
-    All groups of the world call at once: a node's NIC carries the bytes of all its ranks.
+    All groups of the world call at once: a node's NIC carries the bytes of all its ranks. Where
+    this very collective was measured in groups of this shape, its timing decides (C7).
     """
     launches = stage.calls / stage.blocks
+    timing = cluster.timing_of(stage.collective, stage.group)
+    if timing is not None and launches:
+        return launches * timing.seconds_of(message_bytes(stage) / launches)
     wire_s = max(between_s(stage, cluster), inside_s(stage, cluster))
     return wire_s + launches * extra_latency_s(stage, cluster)
+
+
+def message_bytes(stage: Stage) -> float:
+    """nccl-tests' size of all messages of a rank's group together (C7).
+
+    The edges of a ring of r ranks carry `WAYS` x (r - 1) times the size.
+    """
+    group = stage.group
+    moved = stage.inter_node_bytes + stage.intra_node_bytes
+    return moved / (group.num_groups * (group.size - 1) * WAYS[stage.collective])
 
 
 def between_s(stage: Stage, cluster: Cluster) -> float:
@@ -47,7 +62,7 @@ def _wire_s(total_bytes: float, stage: Stage, link: Link) -> float:
     if not total_bytes:
         return 0.0
     launches = max(1.0, stage.calls / stage.blocks)
-    ways = 2 if stage.collective == "all_reduce" else 1
+    ways = WAYS[stage.collective]
     share = link.share(total_bytes / launches / ways)
     return total_bytes / (link.bandwidth_bytes_per_s * share)
 
@@ -64,7 +79,7 @@ def extra_latency_s(stage: Stage, cluster: Cluster) -> float:
     """Latency of a launch beyond that of the group in which the link's curve was taken (C5)."""
     group = stage.group
     link = cluster.between if group.num_nodes > 1 else cluster.inside
-    ways = 2 if stage.collective == "all_reduce" else 1
+    ways = WAYS[stage.collective]
     here = ring_latency_s(ranks=group.size, nodes=group.num_nodes, ways=ways, cluster=cluster)
     ranks, nodes = link.curve_ranks, link.curve_nodes
     curve = ring_latency_s(ranks=ranks, nodes=nodes, ways=ways, cluster=cluster)

@@ -48,6 +48,8 @@ class Holding:
     hierarchical: bool = True
     max_seq_len: int | None = None
     """Positions of the rotary table of each block; not given, those of a sequence."""
+    reserved_bytes: int | None = None
+    """Context and communication buffers where they were measured; else they are assumed."""
 
     @property
     def gradient_itemsize(self) -> int:
@@ -117,6 +119,9 @@ def peak_memory(
     positions = holding.max_seq_len or work.seq_len
     buffers = shape.num_layers * positions * shape.head_dim * 4
     gathered = int(peak.gathered + kept_gathered)
+    floor = holding.reserved_bytes
+    if floor is None:
+        floor = CONTEXT_BYTES + NCCL_BYTES
     used = parameters + states + gathered + buffers + int(peak.gradients + peak.activations)
     return Memory(
         parameters=parameters,
@@ -125,7 +130,7 @@ def peak_memory(
         gathered=gathered,
         activations=int(peak.activations),
         buffers=buffers,
-        reserved=CONTEXT_BYTES + NCCL_BYTES + int(FRAGMENTATION * used),
+        reserved=floor + int(FRAGMENTATION * used),
     )
 
 
@@ -140,6 +145,9 @@ def block_bytes_per_token(shape: ModelShape, kernels: Kernels) -> float:
     attention = 2 * (width + 2 * key_value) + 2 * width
     rotation, log_sum = 4 * shape.head_dim, 4 * width // shape.head_dim
     feed_forward = (8 if shape.gated else 4) * shape.ffn
+    if shape.head_norms:  # of queries and keys, head by head
+        attention += (4 if kernels.fused_norm else 10) * (width + key_value)
+        attention += 4 * (width + key_value) // shape.head_dim
     return 2 * norm + attention + rotation + log_sum + feed_forward
 
 

@@ -1,12 +1,16 @@
-"""What is asked of the planner, and the ways in which a partition size can be run. Pure."""
+"""What is asked of the planner, and the variants that may answer. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 from mics_dtensor.errors import PlanError
+from mics_dtensor.layout import Layout, divisors
 from mics_dtensor.plan.cluster import Cluster
+from mics_dtensor.plan.memory import Memory
 from mics_dtensor.plan.presets import Preset
 from mics_dtensor.plan.presets.units import Policy
 from mics_dtensor.plan.shape import Checkpointing
@@ -50,6 +54,8 @@ class Question:
     """Where states are cut: fp32 weights in the slices, and shards as they are gathered."""
     num_loss_chunks: int = 1
     bucket_size_bytes: int = BUCKET_SIZE_BYTES
+    tracer: Callable[[Question, Layout, Variant], Memory] | None = None
+    """Memory by trace (train/tracing.py), of what is fast and fits in closed form."""
 
     @cached_property
     def topology(self) -> Topology:
@@ -72,3 +78,34 @@ class Question:
                 f"a multiple of {world} (training.global_batch_size), or other --nodes"
             )
         return self.global_batch // world
+
+
+def variants_of(question: Question, layout: Layout, *, plain: bool = False) -> Iterator[Variant]:
+    """What may be chosen at a partition size. Raises PlanError."""
+    each = question.sequences_of_a_rank
+    micro_batches = question.micro_batches or tuple(divisors(each))
+    if wrong := [size for size in micro_batches if each % size]:
+        raise PlanError(
+            f"{wrong[0]} sequences in a micro-step do not divide the {each} that a rank has in a "
+            f"step; choose from {divisors(each)}"
+        )
+    spans = layout.nodes_per_partition_group > 1 and layout.shards_per_node > 1 and not plain
+    has_replicas = layout.num_replicas > 1
+    for micro_batch, checkpointing, hierarchical, node_local, cut in product(
+        micro_batches,
+        question.checkpointings,
+        question.hierarchies if spans else (False,),
+        question.node_local_backwards if spans else (False,),
+        question.optimizers_over_replicas if has_replicas else (False,),
+    ):
+        if node_local and not hierarchical:
+            continue
+        yield Variant(
+            partition_size=layout.partition_size,
+            micro_batch=micro_batch,
+            checkpointing=checkpointing,
+            hierarchical=hierarchical,
+            node_local_backward=node_local,
+            optimizer_over_replicas=cut,
+            plain=plain,
+        )

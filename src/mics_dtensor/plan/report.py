@@ -44,8 +44,8 @@ def render(question: Question, answer: Answer) -> str:
         f"{question.model.model} {question.model.flavor}, {question.model.num_parameters:,} "
         f"parameters, on {question.num_nodes} nodes of {cluster.ranks_per_node} {cluster.gpu} "
         f"({cluster.name}): {question.global_batch} sequences of {question.seq_len} tokens a step",
-        "Memory in GB of a GPU at the peak; times in seconds of a step, messages where nothing "
-        "hides them.",
+        f"Memory in GB of a GPU at the peak, {_memory_from(question)}; times in seconds of a step, "
+        "messages where nothing hides them.",
         "",
         *_aligned(rows),
         "",
@@ -59,10 +59,14 @@ def render(question: Question, answer: Answer) -> str:
     return "\n".join([*lines, *_aligned(constants, left=4)])
 
 
+def _memory_from(question: Question) -> str:
+    if question.tracer is None:
+        return "in closed form"
+    return "from traces of two depths of the model"
+
+
 def _origins(cluster: Any) -> list[Cells]:
-    told: list[Cells] = [tuple(each) for each in cluster.constants()]
-    told.append(("memory a trace does not see", "2 GB + 3 %", "preset", "assumed (plan/memory.py)"))
-    return told
+    return [tuple(each) for each in cluster.constants()]
 
 
 def recommendation(answer: Answer) -> list[str]:
@@ -177,6 +181,7 @@ def as_json(question: Question, answer: Answer) -> dict[str, Any]:
         "cluster": cluster.name,
         "num_nodes": question.num_nodes,
         "ranks_per_node": cluster.ranks_per_node,
+        "memory_from": "closed form" if question.tracer is None else "trace",
         "memory_bytes_of_a_rank": cluster.memory_bytes,
         "rows": [_row_json(question, row, answer) for row in answer.rows],
         "recommendation": {

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from mics_dtensor.errors import PlanError
-from mics_dtensor.layout import Layout, divisors, partition_sizes
+from mics_dtensor.layout import Layout, partition_sizes
 from mics_dtensor.plan.cluster import UNCERTAINTY, Cluster
 from mics_dtensor.plan.memory import Holding, Memory, peak_memory
 from mics_dtensor.plan.presets.units import traffic_units
-from mics_dtensor.plan.question import Question, Variant
+from mics_dtensor.plan.question import Question, Variant, variants_of
 from mics_dtensor.plan.shape import ModelShape, shape_of
 from mics_dtensor.plan.step import Overlap, StepTime, Work, step_time
 from mics_dtensor.plan.traffic import Options, Traffic, Unit, step_traffic
@@ -59,9 +59,9 @@ def answer(question: Question) -> Answer:
     rows = []
     for size in partition_sizes(topology):
         layout = Layout(topology=topology, partition_size=size)
-        rows.append(_best(question, shape, layout, list(_variants(question, layout))))
+        rows.append(_best(question, shape, layout, list(variants_of(question, layout))))
     world = Layout(topology=topology, partition_size=topology.world_size)
-    rows.append(_best(question, shape, world, list(_variants(question, world, plain=True))))
+    rows.append(_best(question, shape, world, list(variants_of(question, world, plain=True))))
     fitting = sorted((row for row in rows if row.fits), key=lambda row: row.step_s)  # stable
     if not fitting:
         raise PlanError(_why_nothing_fits(question, rows))
@@ -82,46 +82,33 @@ def _are_one(row: Row, other: Row) -> bool:
     return replace(row.variant, plain=False) == replace(other.variant, plain=False)
 
 
-def _variants(question: Question, layout: Layout, *, plain: bool = False) -> Iterator[Variant]:
-    each = question.sequences_of_a_rank
-    micro_batches = question.micro_batches or tuple(divisors(each))
-    if wrong := [size for size in micro_batches if each % size]:
-        raise PlanError(
-            f"{wrong[0]} sequences in a micro-step do not divide the {each} that a rank has in a "
-            f"step; choose from {divisors(each)}"
-        )
-    spans = layout.nodes_per_partition_group > 1 and layout.shards_per_node > 1 and not plain
-    has_replicas = layout.num_replicas > 1
-    for micro_batch, checkpointing, hierarchical, node_local, cut in product(
-        micro_batches,
-        question.checkpointings,
-        question.hierarchies if spans else (False,),
-        question.node_local_backwards if spans else (False,),
-        question.optimizers_over_replicas if has_replicas else (False,),
-    ):
-        if node_local and not hierarchical:
-            continue
-        yield Variant(
-            partition_size=layout.partition_size,
-            micro_batch=micro_batch,
-            checkpointing=checkpointing,
-            hierarchical=hierarchical,
-            node_local_backward=node_local,
-            optimizer_over_replicas=cut,
-            plain=plain,
-        )
-
-
 def _best(
     question: Question, shape: ModelShape, layout: Layout, variants: Sequence[Variant]
 ) -> Row:
     """The fastest that fits; where none does, the one that holds least."""
-    held = [(variant, _memory(question, shape, layout, variant)) for variant in variants]
-    fitting = [each for each in held if each[1].total <= question.cluster.memory_bytes]
-    if not fitting:
-        fitting = [min(held, key=lambda each: each[1].total)]
+    held = [(variant, memory_of(question, shape, layout, variant)) for variant in variants]
+    limit = question.cluster.memory_bytes * (1 if question.tracer is None else 1 + NEAR)
+    fitting = [each for each in held if each[1].total <= limit]
     rows = [_row(question, shape, layout, variant, memory) for variant, memory in fitting]
-    return min(rows, key=lambda row: row.step_s)
+    rows.sort(key=lambda row: row.step_s)  # stable
+    for row in rows:
+        traced = _traced(question, layout, row)
+        if traced.fits:
+            return traced
+    least, memory = min(held, key=lambda each: each[1].total)
+    return _traced(question, layout, _row(question, shape, layout, least, memory))
+
+
+NEAR = 0.05
+"""What the closed form puts this far above the limit may fit by trace, and is traced too."""
+
+
+def _traced(question: Question, layout: Layout, row: Row) -> Row:
+    """The row with its memory by trace, where there is a tracer."""
+    if question.tracer is None:
+        return row
+    memory = question.tracer(question, layout, row.variant)
+    return replace(row, memory=memory, fits=memory.total <= question.cluster.memory_bytes)
 
 
 def _units(question: Question, layout: Layout, variant: Variant) -> tuple[Unit, ...]:
@@ -146,13 +133,15 @@ def _work(question: Question, shape: ModelShape, layout: Layout, variant: Varian
     )
 
 
-def _memory(question: Question, shape: ModelShape, layout: Layout, variant: Variant) -> Memory:
+def memory_of(question: Question, shape: ModelShape, layout: Layout, variant: Variant) -> Memory:
+    """What a rank holds at its peak, in closed form."""
     holding = Holding(
         param_itemsize=question.shard_itemsize(variant),
         has_masters=question.has_masters and variant.optimizer_over_replicas,
         num_loss_chunks=question.num_loss_chunks,
         num_micro_steps=question.sequences_of_a_rank // variant.micro_batch,
         hierarchical=variant.hierarchical,
+        reserved_bytes=question.cluster.reserved_bytes,
     )
     work = _work(question, shape, layout, variant)
     return peak_memory(_units(question, layout, variant), work, holding)
@@ -232,15 +221,39 @@ def _why_nothing_fits(question: Question, rows: Sequence[Row]) -> str:
     least = min(rows, key=lambda row: row.memory.total)
     memory, of_gpu = least.memory, question.cluster.memory_bytes
     variant = least.variant
+    help_ = [f"{nodes} nodes hold it" for nodes in _nodes_that_hold(question)]
     states = memory.parameters + memory.gradients + memory.states
-    if states > memory.activations + memory.gathered:
-        help_ = "more nodes, so that a partition group can be larger"
-    else:
-        help_ = "full activation checkpointing, a smaller micro-batch or shorter sequences"
+    if memory.activations > states:
+        help_.append("full activation checkpointing, a smaller micro-batch or shorter sequences")
+    cut = replace(question, optimizers_over_replicas=(True,))
+    if least_bytes(cut) <= of_gpu:
+        help_.append("optimizer states over the replicas (--optimizer-over-replicas)")
     return (
         f"{question.model.model} {question.model.flavor} does not fit {question.num_nodes} nodes "
         f"of {question.cluster.name} in any partition: the least is {memory.total / 1e9:.1f} GB of "
         f"{of_gpu / 1e9:.1f} GB a GPU, {(memory.total - of_gpu) / 1e9:.1f} GB too much "
         f"(partition_size {variant.partition_size}, micro-batch {variant.micro_batch}, "
-        f"checkpointing {variant.checkpointing}); {help_} would help"
+        f"checkpointing {variant.checkpointing}); what would help: "
+        f"{'; '.join(help_) or 'GPUs with more memory: 64 times the nodes do not hold it'}"
     )
+
+
+def least_bytes(question: Question) -> int:
+    """What a rank holds at least, over every partition size and variant, in closed form."""
+    shape, topology = shape_of(question.model), question.topology
+    layouts = (Layout(topology=topology, partition_size=p) for p in partition_sizes(topology))
+    return min(
+        memory_of(question, shape, layout, variant).total
+        for layout in layouts
+        for variant in variants_of(question, layout)
+    )
+
+
+def _nodes_that_hold(question: Question) -> list[int]:
+    """The fewest of 2, 4, ... 64 times the nodes that hold the model, if some do."""
+    for factor in (2, 4, 8, 16, 32, 64):
+        nodes, batch = question.num_nodes * factor, question.global_batch * factor
+        asked = replace(question, num_nodes=nodes, global_batch=batch)
+        if least_bytes(asked) <= question.cluster.memory_bytes:
+            return [nodes]
+    return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +30,8 @@ class ModelShape:
     head_dim: int = 128
     gated: bool = True
     tied: bool = False
+    head_norms: bool = False
+    """Queries and keys are normed head by head, as in qwen3."""
 
     @property
     def product_params(self) -> int:
@@ -84,8 +87,9 @@ class ModelShape:
         keys (read, write), and the activation: gated silu (2) and product (3), else gelu (2).
         """
         rotated = self.attention_width + self.key_value_width
+        normed = 2 * rotated * self.head_norms
         activated = (5 if self.gated else 2) * self.ffn
-        return 2.0 * (4 * self.hidden + 6 * self.hidden + 2 * rotated + activated)
+        return 2.0 * (4 * self.hidden + 6 * self.hidden + 2 * rotated + normed + activated)
 
     @property
     def head_bytes(self) -> float:
@@ -100,24 +104,40 @@ class ModelShape:
 def shape_of(preset: Preset) -> ModelShape:
     """The sizes behind a preset's parameters. Raises PlanError for what is not dense."""
     blocks = [unit for unit in preset.units if unit.name == "layers.*"]
-    if len(blocks) != 1 or preset.num_heads is None:
+    shapes = {
+        name.removesuffix(".weight"): shape for unit in blocks for name, shape in unit.parameters
+    }
+    normed = shapes.get("attention.q_norm")
+    dense = len(blocks) == 1 and "feed_forward.w1" in shapes and "attention.wo" in shapes
+    if not dense or (preset.num_heads is None and normed is None):
         raise PlanError(
-            f"memory and time are planned for the dense blocks of llama3, not yet for "
+            f"memory and time are planned for the dense blocks of llama3 and qwen3, not yet for "
             f"{preset.model} {preset.flavor} (`mics explain` tells its messages)"
         )
-    shapes = {name.removesuffix(".weight"): shape for name, shape in blocks[0].parameters}
     width = shapes["attention.wo"][1]
     tables = dict(each for unit in preset.units for each in unit.parameters)
     return ModelShape(
         num_layers=blocks[0].count,
         hidden=shapes["attention.wo"][0],
         attention_width=width,
-        key_value_width=(shapes["attention.qkv_linear.wqkv"][0] - width) // 2,
+        key_value_width=_key_value_width(shapes, width),
         ffn=shapes["feed_forward.w1"][0],
         vocab=tables["tok_embeddings.weight"][0],
-        head_dim=width // preset.num_heads,
+        head_dim=normed[0] if preset.num_heads is None and normed else width // _heads(preset),
         tied="lm_head.weight" not in tables,
+        head_norms=normed is not None,
     )
+
+
+def _heads(preset: Preset) -> int:
+    return preset.num_heads or 1
+
+
+def _key_value_width(shapes: Mapping[str, tuple[int, ...]], width: int) -> int:
+    """Of the keys: one product for queries, keys and values, or three."""
+    if "attention.qkv_linear.wqkv" in shapes:
+        return (shapes["attention.qkv_linear.wqkv"][0] - width) // 2
+    return shapes["attention.qkv_linear.wk"][0]
 
 
 def preset_of(shape: ModelShape, *, name: str) -> Preset:

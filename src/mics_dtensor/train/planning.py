@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from mics_dtensor.errors import PlanError
-from mics_dtensor.plan.cluster import Cluster, cluster
+from mics_dtensor.plan.cluster import Cluster
+from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy
 from mics_dtensor.plan.question import Question
@@ -71,7 +72,7 @@ def question(
             reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
             chunked_loss=num_loss_chunks(config) > 1,
         ),
-        overlap=PROFILES["fsdp2"],
+        overlap=replace(PROFILES["fsdp2"], slowdown=cluster.overlap_slowdown),
         micro_batches=() if freedom.variants else (training.local_batch_size,),
         checkpointings=("none", "op", "full") if freedom.variants else (_checkpointing(config),),
         hierarchies=(True, False) if freedom.variants else (mics.hierarchical,),

@@ -21,6 +21,13 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def fake_store() -> Any:
+    """The store of a world of the backend "fake", which this import registers."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
 def memory_tracker(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """The FSDPMemTracker of torch, a context: it books every live storage under a kind."""
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker

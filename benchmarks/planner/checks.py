@@ -1,0 +1,243 @@
+"""What the planner was to reach: value, bound, whether it holds, and why where it does not."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from benchmarks.planner import published
+from benchmarks.planner.counted import byte_cases
+from benchmarks.planner.published import Case
+from benchmarks.planner.step_times import FILE
+from benchmarks.planner.tables import decay_cases
+from mics_dtensor.errors import PlanError
+from mics_dtensor.layout import Layout, partition_sizes
+from mics_dtensor.plan.cluster import presets
+from mics_dtensor.plan.cluster_file import cluster
+from mics_dtensor.plan.memory import Holding, peak_memory
+from mics_dtensor.plan.presets import preset
+from mics_dtensor.plan.presets.units import Policy, traffic_units
+from mics_dtensor.plan.question import Question
+from mics_dtensor.plan.search import answer
+from mics_dtensor.plan.shape import ModelShape, preset_of
+from mics_dtensor.plan.step import PROFILES
+from mics_dtensor.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Something to reach. `value` is None where nothing here measures it."""
+
+    name: str
+    value: float | None
+    bound: str
+    holds: bool | None
+    reason: str = ""
+    """Why it does not hold, or what measures it."""
+
+
+def at_most(name: str, value: float, bound: float, reason: str = "") -> Check:
+    return Check(
+        name=name,
+        value=value,
+        bound=f"<= {bound:g}",
+        holds=value <= bound,
+        reason="" if value <= bound else reason,
+    )
+
+
+def of_cases(name: str, cases: list[Case], reason: str = "") -> Iterator[Check]:
+    errors = [abs(case.error) for case in cases]
+    yield at_most(f"{name}: mean error of {len(cases)}", statistics.mean(errors), 0.12, reason)
+    yield at_most(f"{name}: largest error", max(errors), 0.25, reason)
+
+
+ZERO3_REASON = (
+    "neither the wire nor the hops of the tables explain it: with every message shown and one a "
+    "matrix the step keeps {share:.2f} and reaches {tflops:.0f} TFLOP/s; DeepSpeed 0.5's own host "
+    "time, and the network on 64 nodes, are in no source that was read"
+)
+MPT_70B_REASON = (
+    "mpt-70b-a100-40gb-64 runs 27 % slower than the same model on 128 GPUs (276 to 376 tokens/s), "
+    "at the edge of its memory; S6 saw the allocator free and take memory again there, which is "
+    "not modelled"
+)
+
+
+def smallest_group() -> int:
+    """The smallest partition size with which the 100B model fits p4de."""
+    setting = published.mics_100b(512, partition_size=8, overlap="fsdp2", hierarchical=True)
+    topology = Topology.uniform(world_size=512, ranks_per_node=8)
+    for size in partition_sizes(topology):
+        layout = Layout(topology=topology, partition_size=size)
+        units = traffic_units(preset_of(setting.shape, name="100B"), layout, setting.policy)
+        if peak_memory(units, setting.work, Holding()).total <= setting.cluster.memory_bytes:
+            return size
+    raise PlanError("the 100B model fits in no partition of 512 GPUs of p4de")
+
+
+def scaling_checks() -> Iterator[Check]:
+    """128 to 512 GPUs: MiCS and ZeRO-3, against the paper's headline."""
+    size = smallest_group()
+    mics = [
+        published.tflops(
+            published.mics_100b(gpus, partition_size=size, overlap="fsdp2", hierarchical=True)
+        )
+        for gpus in (128, 512)
+    ]
+    zero, shown = (
+        [
+            published.tflops(
+                published.mics_100b(gpus, partition_size=gpus, overlap=its, hierarchical=False)
+            )
+            for gpus in (128, 512)
+        ]
+        for its in ("deepspeed", "none")
+    )
+    why = ZERO3_REASON.format(share=shown[1] / shown[0], tflops=shown[1])
+    for name, pair, published_share, within, reason in (
+        (f"MiCS 100B (partition size {size})", mics, 0.994, 0.01, ""),
+        ("ZeRO-3 100B", zero, 0.72, 0.08, why),
+    ):
+        share = pair[1] / pair[0]
+        holds = abs(share - published_share) <= within
+        yield Check(
+            name=f"{name}: scaling from 128 to 512 GPUs",
+            value=share,
+            bound=f"{published_share} +- {within}",
+            holds=holds,
+            reason="" if holds else reason,
+        )
+    holds = abs(zero[1] / 62 - 1) <= 0.2
+    yield Check(
+        name="ZeRO-3 100B: TFLOP/s of a GPU on 512",
+        value=zero[1],
+        bound="62 +- 20 %",
+        holds=holds,
+        reason="" if holds else why,
+    )
+    yield Check(
+        name="ZeRO-3 100B on 512 GPUs is slower than MiCS",
+        value=zero[1] / mics[1],
+        bound="< 1",
+        holds=zero[1] < mics[1],
+    )
+
+
+def decay_checks() -> Iterator[Check]:
+    """An all-reduce of 256 MiB from 4 to 64 nodes (S29), to which nothing was fitted."""
+    cases = decay_cases()
+    published_share = cases[-1].published / cases[0].published
+    ours = cases[-1].predicted / cases[0].predicted
+    yield at_most(
+        f"busbw by nodes: share that 64 keep of 4 ({ours:.3f}, published {published_share:.3f})",
+        abs(ours / published_share - 1),
+        0.25,
+    )
+    yield at_most(
+        f"busbw by nodes: mean error of {len(cases)}",
+        statistics.mean(abs(case.error) for case in cases),
+        0.25,
+        "the preset is too kind by a third: its NIC share and hops are those of two nodes alone",
+    )
+
+
+def question(shape: ModelShape, name: str, num_nodes: int) -> Question:
+    its = cluster(name)
+    return Question(
+        model=preset_of(shape, name="dense"),
+        cluster=its,
+        num_nodes=num_nodes,
+        seq_len=2048,
+        global_batch=4 * num_nodes * its.ranks_per_node,
+        policy=Policy(),
+        overlap=PROFILES["fsdp2"],
+    )
+
+
+GPT_175B = ModelShape(
+    num_layers=96,
+    hidden=12288,
+    attention_width=12288,
+    key_value_width=12288,
+    ffn=49152,
+    vocab=50257,
+    gated=False,
+)
+
+
+def own_checks() -> Iterator[Check]:
+    start = time.process_time()  # of this process: other work on the machine does not count
+    num_rows = len(answer(question(GPT_175B, "p4de", 2048)).rows)
+    seconds = time.process_time() - start
+    yield at_most(f"175B on 16,384 GPUs, {num_rows} rows: CPU seconds", seconds, 1.0)
+    asked = wrong = 0
+    for name in presets()["cluster"]:
+        for num_nodes in (1, 4, 16, 64):
+            for flavor in ("8B", "70B", "405B"):
+                model = preset("llama3", flavor)
+                its = cluster(name)
+                batch = 2 * num_nodes * its.ranks_per_node
+                ask = Question(
+                    model=model,
+                    cluster=its,
+                    num_nodes=num_nodes,
+                    seq_len=4096,
+                    global_batch=batch,
+                    policy=Policy(),
+                    overlap=PROFILES["fsdp2"],
+                )
+                try:
+                    best = answer(ask).best
+                except PlanError:
+                    continue
+                asked += 1
+                wrong += best.memory.total > its.memory_bytes
+    yield at_most(f"recommendations of {asked} that do not fit", float(wrong), 0.0)
+
+
+def counted_checks() -> Iterator[Check]:
+    """Bytes and step times of the emulated cluster, from the files of its runs."""
+    cases = byte_cases()
+    yield at_most(
+        f"bytes out of a node, counted on the emulated cluster: largest error of {len(cases)}",
+        max(abs(case.error) for case in cases),
+        0.01,
+    )
+    name = "step time with constants of `mics measure`: mean error"
+    best = "the partition that is chosen, over the fastest measured"
+    if not FILE.exists():
+        how = "python -m benchmarks.planner.step_times, as root on a quiet machine"
+        yield Check(name=name, value=None, bound="<= 0.1", holds=None, reason=how)
+        yield Check(name=best, value=None, bound="<= 1.03", holds=None, reason=how)
+        return
+    told = json.loads(FILE.read_text(encoding="utf-8"))
+    yield at_most(name, told["mean_error"], 0.10)
+    yield at_most(best, told["best_over_least"], 1.03)
+
+
+MEMORY = "pytest -m 'matrix or not matrix' -s tests/train/test_plan_memory.py"
+ELSEWHERE = (
+    ("closed form of memory against the trace", "<= 0.03", MEMORY),
+    ("trace of two depths, extrapolated, against the full depth", "<= 0.001", MEMORY),
+    (
+        "175B by trace of two depths, every partition size to 16,384 GPUs: CPU s, MB",
+        "<= 15, <= 600",
+        "python -m benchmarks.planner.traced",
+    ),
+)
+
+
+def all_checks(groups: dict[str, list[Case]]) -> list[Check]:
+    """Every check, those of the published runs first."""
+    checks = [
+        check
+        for name, cases in groups.items()
+        for check in of_cases(name, cases, MPT_70B_REASON if "foundry" in name else "")
+    ]
+    checks += [*scaling_checks(), *decay_checks(), *own_checks(), *counted_checks()]
+    checks += [Check(name=n, value=None, bound=b, holds=None, reason=r) for n, b, r in ELSEWHERE]
+    return checks

@@ -1,0 +1,1 @@
+"""What a cluster can do, measured on its ranks: `mics measure`."""

@@ -1,0 +1,121 @@
+"""`mics measure`: on forked ranks, and on an emulated cluster whose link is known."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.ranks import ranks
+
+from mics_dtensor.errors import ConfigError
+from mics_dtensor.measure.collectives import sizes_between
+from mics_dtensor.measure.device import Shape
+from mics_dtensor.measure.groups import candidates
+from mics_dtensor.measure.survey import Survey, survey
+from mics_dtensor.plan.calibrate import cluster_toml
+from mics_dtensor.plan.cluster_file import cluster
+from mics_dtensor.topology import Topology
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+from benchmarks.cluster import Cluster, what_is_missing  # noqa: E402
+from benchmarks.launch import World  # noqa: E402
+
+WHY_NOT = what_is_missing() if sys.platform == "linux" else "network namespaces are Linux's"
+CPU = torch.device("cpu")
+
+
+def wanted(*, sizes: list[int], partition_sizes: list[int] | None = None) -> Survey:
+    return Survey(
+        name="test",
+        sizes=sizes,
+        shapes=[Shape("w1", 16, 32, 64), Shape("square", 32, 32, 32)],
+        peak_flops_per_s=None,
+        partition_sizes=partition_sizes,
+        repetitions=2,
+    )
+
+
+@ranks(4)
+def test_every_group_that_a_run_could_use_is_timed_once(tmp_path: Path) -> None:
+    """Two nodes of two: pairs inside, pairs across, all four; ours where there are two stages."""
+    topology = Topology.uniform(world_size=4, ranks_per_node=2)
+    sizes = sizes_between(1 << 12, 1 << 14)
+    told: list[str] = []
+    found = survey(wanted(sizes=sizes), topology, CPU, told.append)
+    timed = {(t.collective, t.num_nodes, t.ranks_per_node) for t in found.measured.timings}
+    shapes = [(1, 2), (2, 1), (2, 2)]
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    assert timed == {(kind, *shape) for kind in kinds for shape in shapes}
+    assert len(found.measured.timings) == len(timed)
+    assert all(t.sizes_bytes == (1 << 12, 1 << 13, 1 << 14) for t in found.measured.timings)
+    ours = [(t.collective, t.num_nodes, t.ranks_per_node) for t in found.hierarchical]
+    assert ours == [("all_gather", 2, 2), ("reduce_scatter", 2, 2)]
+    assert found.measured.peak_flops_per_s >= max(p.flops_per_s for p in found.measured.products)
+    assert set(found.measured.node_seconds) == {"node 0", "node 1"}
+
+    texts: list[str] = [""] * 4
+    dist.all_gather_object(texts, cluster_toml(found.measured))
+    same = {"\n".join(line for line in text.splitlines() if "memory" not in line) for text in texts}
+    assert len(same) == 1  # what one rank writes is what all have found
+    path = tmp_path / f"cluster{dist.get_rank()}.toml"
+    path.write_text(texts[0])
+    read = cluster(str(path))
+    assert (read.ranks_per_node, read.measured_nodes, len(read.timings)) == (2, 2, 12)
+
+
+@ranks(4)
+def test_partition_sizes_choose_the_groups() -> None:
+    topology = Topology.uniform(world_size=4, ranks_per_node=2)
+    shapes = {(c.num_nodes, c.ranks_per_node) for c in candidates(topology, [2], device_type="cpu")}
+    assert shapes == {(1, 2), (2, 1)}
+    with pytest.raises(ConfigError, match="partition_size 3"):
+        candidates(topology, [3], device_type="cpu")
+
+
+@ranks(4)
+def test_the_groups_are_those_that_hold_my_rank() -> None:
+    topology = Topology.uniform(world_size=4, ranks_per_node=2)
+    rank = dist.get_rank()
+    for candidate in candidates(topology, None, device_type="cpu"):
+        its = dist.get_process_group_ranks(candidate.group)
+        assert rank in its
+        assert len(its) == candidate.num_nodes * candidate.ranks_per_node
+        assert len({topology.node_of(each) for each in its}) == candidate.num_nodes
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+@pytest.mark.timeout(300)
+def test_on_the_emulated_cluster_no_link_is_faster_than_its_rate(tmp_path: Path) -> None:
+    """80 Mbit/s out of a node are 10 MB/s; what is inside is not cut."""
+    path = tmp_path / "cluster.toml"
+    with Cluster(2, rate="80mbit") as emulated:
+        world = World("measure", emulated, 2, port=29700, module="mics_dtensor.cli")
+        arguments = ["--min-size", "512K", "--max-size", "2M", "--repetitions", "2"]
+        world.start(["measure", "--out", str(path), "--tokens", "16", *arguments])
+        world.wait(240)
+    read = tomllib.loads(path.read_text())
+    assert read["cluster"]["hosts"] == ["node0", "node1"]
+    assert (read["cluster"]["num_nodes"], read["cluster"]["ranks_per_node"]) == (2, 2)
+    rate = 10e6
+    # The filter lets 256 kB pass at once, and again in each repetition.
+    assert read["link"]["inter_node"]["bandwidth_bytes_per_s"] < 1.5 * rate
+    assert read["link"]["intra_node"]["bandwidth_bytes_per_s"] > 1.5 * rate
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "mics_dtensor.cli", "plan", "--as-written"),
+            *("--config-file", "train_configs/debug.toml", "--cluster", str(path), "--nodes", "2"),
+        ],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "take partition_size" in done.stdout
+    assert "measured" in done.stdout
