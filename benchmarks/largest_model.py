@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mics_dtensor.layout import Layout
-from mics_dtensor.plan.cluster import cluster
+from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.plan.memory import Holding, peak_memory
 from mics_dtensor.plan.presets.units import Policy, traffic_units
 from mics_dtensor.plan.shape import ModelShape, preset_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mics_dtensor.cli import main
-from mics_dtensor.plan.cluster import cluster
+from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.train.load import load
 
 ROOT = Path(__file__).parents[2]
