@@ -29,6 +29,9 @@ NEEDS_MORE_THAN_TORCH = ("train", "integrations", "cli")
 CORE = [module.name for module in MODULES if module.part not in NEEDS_MORE_THAN_TORCH]
 
 
+pytestmark = pytest.mark.timeout(330)
+
+
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
 def test_the_house_keeps_its_rules(module: Module) -> None:
     assert violations(module) == []
@@ -135,7 +138,7 @@ def run_python(*arguments: str, source: Path = SRC) -> subprocess.CompletedProce
         env={**os.environ, "PYTHONPATH": str(source), "KEY_READ": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,  # seconds where the machine is busy with other things
         check=False,
     )
 
