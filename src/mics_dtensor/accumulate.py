@@ -57,13 +57,13 @@ def gradient_accumulation(
 
     `second_hop_dtype`: what gradients cross the replicas in; by default each unit's reduce dtype.
     Sums over micro-steps are fp32 either way: in `.grad`, or, for bf16 parameters, in one fp32
-    shard more per rank. `bucket_size_bytes`: smaller units share a message. `overlap_boundary`:
-    messages leave during the last backward. `static_gradients`: `.grad` is never bound anew, for
-    CUDA graphs; gradients at entry are zero after an exception instead of restored.
+    shard more per rank. `bucket_size_bytes`: smaller units share a message; 25 MiB if not given.
+    `overlap_boundary`: messages leave during the last backward. `static_gradients`: `.grad` is
+    never bound anew, for CUDA graphs; gradients at entry are zero after an exception, not restored.
 
     Gradients found at entry count as synchronised, and are added to. set_requires_all_reduce has no
     say inside. Collective: every rank that holds the model calls it. Raises AccumulationError for
-    micro-steps that do not add up, for what would corrupt a sum (see `_refuse`), and for an
+    micro-steps that do not add up, for what would corrupt a sum (hooks, FSDP2's own deferral), and for an
     optimizer step or `clip_grad_norm_` before the last micro-step has ended; CommunicationError
     where a message fails. After any exception `.grad` is what it was at entry, and the next step
     starts clean.
