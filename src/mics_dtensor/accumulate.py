@@ -63,10 +63,10 @@ def gradient_accumulation(
 
     Gradients found at entry count as synchronised, and are added to. set_requires_all_reduce has no
     say inside. Collective: every rank that holds the model calls it. Raises AccumulationError for
-    micro-steps that do not add up, for what would corrupt a sum (hooks, FSDP2's own deferral), and for an
-    optimizer step or `clip_grad_norm_` before the last micro-step has ended; CommunicationError
-    where a message fails. After any exception `.grad` is what it was at entry, and the next step
-    starts clean.
+    micro-steps that do not add up, for what would corrupt a sum (hooks, a deferral of FSDP2's), and
+    for an optimizer step or `clip_grad_norm_` before the last micro-step has ended;
+    CommunicationError where a message fails. After any exception `.grad` is what it was at entry,
+    and the next step starts clean.
     """
     parts = [model] if isinstance(model, nn.Module) else list(model)
     units = units_of(parts)
