@@ -339,6 +339,15 @@ class Canaries:
         assert copy.boxes == piece.boxes
         assert isinstance(piece, _checkpointable._Checkpointable)
 
+    def checkpoint_wrapper(self) -> None:
+        """torch.distributed.algorithms._checkpoint: the block is the wrapper's one child."""
+        from mics_dtensor.upstream.wrapper import CheckpointWrapper
+
+        block = torch.nn.Linear(2, 2)
+        wrapper: Any = CheckpointWrapper(block, preserve_rng_state=True, early_stop=False)
+        assert list(wrapper.children()) == [block]
+        assert [name for name, _ in wrapper.named_parameters()] == ["weight", "bias"]
+
     def is_profiler_enabled(self) -> None:
         """_is_profiler_enabled is on in torch.profiler alone."""
         from torch.profiler import ProfilerActivity, profile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,10 @@ def torchtitans(config: Trainer.Config, layout: Layout) -> Trainer:  # noqa: ARG
     return trainer
 
 
-def train(make: Callable[[Trainer.Config, Layout], Trainer], folder: Path, *over: str) -> Trained:
+Make = Callable[[Trainer.Config, Layout], Trainer]
+
+
+def train(make: Make, folder: Path, *over: str) -> Trained:
     """Train the small run and say what came of it."""
     trainer = make(*configured(folder, *over))
     trained, log = Trained(), trainer.metrics_processor.log
@@ -103,16 +106,23 @@ def train(make: Callable[[Trainer.Config, Layout], Trainer], folder: Path, *over
     return trained
 
 
-def trained_by(
-    make: Callable[[Trainer.Config, Layout], Trainer], folder: Path, *overrides: str
-) -> Trained:
+def trained_by(make: Make, folder: Path, *overrides: str) -> Trained:
     """The same on 4 ranks that are forked for it; called from where no process group is."""
+    return trained_by_each(make, folder, overrides)[0]
+
+
+def trained_by_each(make: Make, folder: Path, *runs: Sequence[str]) -> list[Trained]:
+    """The same of several runs, one after the other in one world."""
     told = folder / f"{make.__name__}.json"
 
     def body() -> None:
-        trained = train(make, folder, *overrides)
+        trained = []
+        for number, overrides in enumerate(runs):
+            its = folder / f"{make.__name__}-{number}"
+            its.mkdir(exist_ok=True)
+            trained.append(asdict(train(make, its, *overrides)))
         if dist.get_rank() == 0:
-            told.write_text(json.dumps(asdict(trained)))
+            told.write_text(json.dumps(trained))
 
-    run_on_ranks(4, body, timeout_s=100)
-    return Trained(**json.loads(told.read_text()))
+    run_on_ranks(4, body, timeout_s=100 + 40 * len(runs))
+    return [Trained(**its) for its in json.loads(told.read_text())]

@@ -5,8 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 from torch import nn
 from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.protocols.module import Module
+
+from mics_dtensor.upstream.wrapper import CheckpointWrapper
+
+
+class CheckpointedBlock(CheckpointWrapper, Module):
+    """A wrapped block that is initialised in its turn.
+
+    torchtitan 0.3.0 initialises blocks that it finds inside other wrappers after all that are not
+    wrapped. Where only some are, the random numbers would go to other blocks than without
+    checkpointing, and the first loss would differ.
+    """
+
+    def init_states(self, *, buffer_device: torch.device | None = None) -> None:
+        """The states of the block inside."""
+        for block in self.children():
+            cast("Module", block).init_states(buffer_device=buffer_device)
 
 
 class EveryNthBlockAC(FullAC):
@@ -28,7 +46,14 @@ class EveryNthBlockAC(FullAC):
         super().apply(model)
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        del base_fqn
         self._seen += 1
         if self._seen % cast("EveryNthBlockAC.Config", self.config).every:
             return module
-        return cast("nn.Module", super()._wrap_block(module, base_fqn=base_fqn))
+        return CheckpointedBlock(
+            module,
+            preserve_rng_state=self.config.preserve_rng_state,
+            determinism_check=self.config.determinism_check,
+            early_stop=False,
+            debug=self.config.debug,
+        )

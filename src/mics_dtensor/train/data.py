@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mics_dtensor.train.tables_job import Training, Validation
 
 PYTHON_DOCS = "python_docs"
+PYTHON_DOCS_VALIDATION = "python_docs_validation"
 # The name under which torchtitan's registry of data sets finds our reader of local files.
 LOCAL_FILE = "local_file"
 # The reader of Hugging Face `datasets` for each kind of file.
@@ -54,12 +55,15 @@ def assets_path(config: RunConfig) -> str:
 
 
 def register() -> None:
-    """Tell torchtitan's registry our two names. Twice is the same as once."""
+    """Tell torchtitan's registry our names. Twice is the same as once."""
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
     DATASETS[PYTHON_DOCS] = DatasetConfig(
         path="pydoc_data.topics", loader=_load_python_docs, sample_processor=_text_of
+    )
+    DATASETS[PYTHON_DOCS_VALIDATION] = DatasetConfig(
+        path="pydoc_data.topics", loader=_load_held_out_docs, sample_processor=_text_of
     )
     DATASETS[LOCAL_FILE] = DatasetConfig(
         path="", loader=_load_local_file, sample_processor=_text_of
@@ -215,10 +219,19 @@ def _load_python_docs(path: str) -> Any:
     """A map-style data set: torchtitan's loader shuffles it anew each time it begins again."""
     from datasets import Dataset
 
-    from mics_dtensor.train.text import python_docs
+    from mics_dtensor.train.text import training_docs
 
     del path
-    return Dataset.from_dict({"text": python_docs()})
+    return Dataset.from_dict({"text": training_docs()})
+
+
+def _load_held_out_docs(path: str) -> Any:
+    from datasets import Dataset
+
+    from mics_dtensor.train.text import validation_docs
+
+    del path
+    return Dataset.from_dict({"text": validation_docs()})
 
 
 def _load_local_file(path: str) -> Any:

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ def use_device(device_type: DeviceType) -> None:
                 module.device_type = "cpu"  # type: ignore[attr-defined]
             if hasattr(module, "device_module"):
                 module.device_module = device_module  # type: ignore[attr-defined]
+        _patch_offload()
         _quiet_dtensor()
     _patch_peak_flops(device_type)
     _patch_pg_timeouts()
@@ -81,6 +83,26 @@ def use_sums_of_gloo(model_parts: Iterable[torch.nn.Module]) -> None:
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
+
+
+def save_now(checkpointer: Any, step: int) -> None:
+    """Save all of the run after `step`, whatever the interval, and wait for it. Collective.
+
+    torchtitan's own manager saves at its interval, or "the last step", which may be weights alone.
+    """
+    if hasattr(checkpointer, "save_now"):
+        checkpointer.save_now(step)
+        return
+    checkpointer.maybe_wait_for_saving()
+    if not checkpointer._should_save(step):  # else it has just done so
+        from torchtitan.components.checkpoint import AsyncMode
+
+        checkpointer.dcp_save(
+            checkpointer._flattened_model_states_sd(),
+            checkpoint_id=checkpointer._create_checkpoint_id(step),
+            async_mode=AsyncMode.DISABLED,
+            enable_garbage_collection=True,
+        )
 
 
 def _quiet_dtensor() -> None:
@@ -127,6 +149,14 @@ def _memory_of_process() -> dict[str, int]:
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
     return {"active_bytes.all.peak": peak_bytes, "reserved_bytes.all.peak": peak_bytes}
+
+
+def _patch_offload() -> None:
+    """CPU offload without pinned memory, which torch has for accelerators alone."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+    from torchtitan.distributed import fsdp
+
+    fsdp.CPUOffloadPolicy = partial(CPUOffloadPolicy, pin_memory=False)
 
 
 def _patch_peak_flops(device_type: DeviceType) -> None:

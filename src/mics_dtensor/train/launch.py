@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -87,4 +89,16 @@ def say_and_stop(error: MicsError, *, rank: int, local_rank: int) -> int:
         time.sleep(WAIT_FOR_RANK_0_S)
     if rank == 0 or (local_rank == 0 and not dist.is_initialized()):
         print(f"error: {error}", file=sys.stderr, flush=True)
+    _tell_torchrun(str(error))
     return 1
+
+
+def _tell_torchrun(sentence: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Let the report with which torchrun ends show the sentence, where it has nothing to show.
+
+    torchrun prints a traceback of its own whenever a rank ends with another status than 0.
+    """
+    if path := environ.get("TORCHELASTIC_ERROR_FILE"):
+        told = {"py_callstack": f"error: {sentence}", "timestamp": str(int(time.time()))}
+        message = {"message": {"message": sentence, "extraInfo": told}}
+        Path(path).write_text(json.dumps(message), encoding="utf-8")

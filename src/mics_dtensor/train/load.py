@@ -16,6 +16,7 @@ from mics_dtensor.errors import ConfigError
 from mics_dtensor.plan.cluster import presets
 from mics_dtensor.train.arguments import read_arguments
 from mics_dtensor.train.config import RunConfig, config_keys
+from mics_dtensor.train.data import PYTHON_DOCS, PYTHON_DOCS_VALIDATION
 from mics_dtensor.train.key import replace_at, value_at
 from mics_dtensor.train.names import check_known
 from mics_dtensor.train.rows import lost_models, renamed_flavors, rows
@@ -61,6 +62,10 @@ def load(argv: Sequence[str]) -> Run:
     short = {"float8": CONVERTERS[0], "mx": CONVERTERS[1]}
     converters = tuple(short.get(name, name) for name in config.model.converters)
     config = replace_at(config, "model.converters", converters)
+    if config.training.dataset == PYTHON_DOCS and origin["validation.dataset"] == "default":
+        # torchtitan's default lies on the network, which such a run does not need.
+        config = replace_at(config, "validation.dataset", PYTHON_DOCS_VALIDATION)
+        origin["validation.dataset"] = "training.dataset"
     _refuse_what_cannot_be(config, origin)
     return Run(config=config, origin=origin, inert=_inert(config, origin), path=path)
 

@@ -101,9 +101,23 @@ class MicsMetrics(MetricsProcessor):
             "intra_node_bytes": self.record.traffic.intra_node_bytes,
             "collectives": dict(self.record.traffic.collectives),
         }
-        self.record.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.record.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        _append(self.record.path, line)
+
+    def log_validation(
+        self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
+    ) -> None:
+        """Print and record a validation. Called on every rank, with what the ranks agreed on."""
+        super().log_validation(loss, step, extra_metrics)
+        if self.record is None or not self.tells:
+            return
+        line = {"schema": SCHEMA, "run_id": self.record.run_id, "step": step, "loss": loss}
+        _append(self.record.path.with_name("validation.jsonl"), line)
+
+
+def _append(path: Path, line: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 class Progress:

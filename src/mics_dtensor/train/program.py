@@ -65,7 +65,8 @@ def _train(run: Run, layout: Layout, launch: Launch) -> None:
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
     dist_utils.init_distributed(
         config.comm,
-        enable_cpu_backend=config.training.enable_cpu_offload,
+        # On a CPU gloo is there already, and torch refuses to have it twice.
+        enable_cpu_backend=config.training.enable_cpu_offload and device_type != "cpu",
         base_folder=config.dump_folder,
     )
     agreed(lambda: _check(run, layout, launch))
@@ -76,8 +77,13 @@ def _train(run: Run, layout: Layout, launch: Launch) -> None:
 
 
 def _run(run: Run, layout: Layout, launch: Launch, config: Trainer.Config) -> None:
+    from mics_dtensor.train.stopping import StopRequest
     from mics_dtensor.train.trainer import MicsTrainer, Placement
 
+    request = StopRequest()
+    # Where nothing is saved SIGTERM ends the process, as ever.
+    if saves := config.checkpoint.enable and not config.checkpoint.load_only:
+        request.listen()
     mics = run.config.mics
     topology = Topology.uniform(
         world_size=launch.world_size,
@@ -93,6 +99,8 @@ def _run(run: Run, layout: Layout, launch: Launch, config: Trainer.Config) -> No
             print("\n".join([*run.planned, str(trainer.explanation)]), flush=True)
             for key in run.inert:
                 print(f"does nothing: {key}", flush=True)
+        if saves:
+            trainer.stop_request = request
         trainer.train()
     finally:
         trainer.close()

@@ -185,7 +185,11 @@ class Validation:
     """[validation]"""
 
     enable: bool = key(False, "validate during training")
-    dataset: str = key("c4_validation", "as training.dataset")
+    dataset: str = key(
+        "c4_validation",
+        "as training.dataset; not given where that is python_docs: python_docs_validation, the "
+        "part of that text that is held out",
+    )
     dataset_path: str | None = key(None, "as training.dataset_path")
     local_batch_size: int = key(8, "sequences of a rank at a time", unit="sequences")
     seq_len: int = key(2048, "length of a sequence", unit="tokens")

@@ -6,6 +6,8 @@ import random
 import re
 
 CHARS_PER_DOCUMENT = 2000
+HELD_OUT_EVERY = 20
+"""One document in so many is for validation, and no training reads it."""
 
 
 def python_docs() -> list[str]:
@@ -21,6 +23,17 @@ def python_docs() -> list[str]:
     # the data model and another nothing but the debugger.
     random.Random(0).shuffle(documents)
     return documents
+
+
+def training_docs() -> list[str]:
+    """What the data set "python_docs" holds."""
+    held_out = set(validation_docs())  # by text: topics repeat each other
+    return [document for document in python_docs() if document not in held_out]
+
+
+def validation_docs() -> list[str]:
+    """What the data set "python_docs_validation" holds: the others."""
+    return python_docs()[::HELD_OUT_EVERY]
 
 
 def _documents(topic: str) -> list[str]:

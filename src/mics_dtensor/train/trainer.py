@@ -31,6 +31,7 @@ from mics_dtensor.train.chunked_loss import HeadUnit
 from mics_dtensor.train.config import Mics
 from mics_dtensor.train.launch import agreed
 from mics_dtensor.train.metrics import Progress, Record, config_of
+from mics_dtensor.train.stopping import StopRequest
 from mics_dtensor.upstream import Unit, set_timeout, units_of
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class MicsTrainer(Trainer):
         self, config: Trainer.Config, *, placement: Placement, run_id: str, mics: Mics = _DEFAULTS
     ) -> None:
         refuse_cuda_graphs(config, placement.layout)
+        self.stop_request: StopRequest | None = None  # asked after every step
         self._mics = mics
         self._has_replicas = placement.layout.num_replicas > 1
         super().__init__(dataclasses.replace(config, metrics=config_of(config.metrics)))
@@ -104,6 +106,20 @@ class MicsTrainer(Trainer):
             dist_utils, "set_pg_timeouts", self._with_stages(dist_utils.set_pg_timeouts)
         ):
             super().train()
+
+    def should_continue_training(self) -> bool:
+        """Whether there is a step to do. Where the ranks agree to stop, all of the run is saved."""
+        if not super().should_continue_training():
+            return False
+        if self.stop_request is None or not self.stop_request.agreed(self.device):
+            return True
+        device_shim.save_now(self.checkpointer, self.step)
+        logger.warning(
+            "SIGTERM: saved and stopped after step %d of %d; start it again, and it goes on there",
+            self.step,
+            self.config.training.steps,
+        )
+        return False
 
     def train_step(self, data_iterator: Batches) -> None:
         """One optimizer step: the second hop is over when torchtitan asks for the norm."""
