@@ -88,9 +88,19 @@ def _degrees(run: Run) -> tuple[int, int]:
 
 def _ranks_per_node(run: Run, *, local_world_size: int | None, hosts: Sequence[str] | None) -> int:
     said = run.config.mics.ranks_per_node
+    by_host = None
+    if hosts is not None:
+        of_hosts = Topology.from_hosts(hosts)
+        if not of_hosts.is_contiguous:
+            raise ConfigError(
+                f"the ranks of a host must be consecutive; {of_hosts.names[0]} holds "
+                f"{list(of_hosts.nodes[0][:4])}...: start the ranks host by host (torchrun's "
+                "--node-rank in the order of the hosts, with --master-addr, since the c10d "
+                "rendezvous numbers hosts as they come)"
+            )
+        by_host = of_hosts.ranks_per_node
     if said is not None:
         return said
-    by_host = Topology.from_hosts(hosts).ranks_per_node if hosts is not None else None
     if local_world_size is None and by_host is None:
         raise ConfigError(
             "how many ranks share a node? write [mics] ranks_per_node, or start the ranks with "
