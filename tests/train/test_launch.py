@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 from harness.ranks import ranks
 
@@ -64,3 +66,17 @@ def test_a_refusal_is_one_sentence_and_a_status(
     assert status == 1
     assert capsys.readouterr().err == ("error: this cannot be\n" if says else "")
     assert bool(waited) == (rank != 0)
+
+
+def test_torchruns_report_ends_with_the_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torchrun reads this file, and shows what it finds in place of a traceback."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    say_and_stop(ConfigError("this cannot be"), rank=0, local_rank=0)
+    failure = ProcessFailure(
+        local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json")
+    )
+    assert "error: this cannot be" in str(ChildFailedError("train", {0: failure}))
