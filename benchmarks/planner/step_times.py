@@ -1,7 +1,6 @@
 """Step times of the emulated cluster against the planner with constants that were measured there.
 
     python -m benchmarks.planner.step_times --nodes 4 --ranks-per-node 2 --rate 400mbit
-        --out benchmarks/results/step_times.json
 
 Measures the cluster with `mics measure`, trains on it with `benchmarks.emulated_cluster`, and
 compares. Wants a quiet machine, and root. `python -m benchmarks.planner` reads the file.
@@ -19,12 +18,12 @@ from typing import Any
 
 from benchmarks.cluster import Cluster, ClusterError
 from benchmarks.launch import ROOT, World
-from benchmarks.planner.counted import RESULTS, linears_traffic
+from benchmarks.planner.counted import linears_traffic
 from mics_dtensor.plan.cluster import Cluster as Constants
 from mics_dtensor.plan.cluster_file import cluster as constants_of
 from mics_dtensor.plan.cost import stage_s
 
-FILE = RESULTS / "step_times.json"
+FILE = Path(__file__).parent / "results" / "step_times.json"
 MEASURE_S = 1800.0
 
 

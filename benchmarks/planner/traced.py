@@ -2,7 +2,7 @@
 
 Traces a plain GPT of 175B on FSDP2 in two depths, plans every partition size of 16,384 GPUs with
 it, and prints CPU seconds and memory of this process, torch's import among them. With --write
-also to benchmarks/results, where `python -m benchmarks.planner` reads them.
+also to benchmarks/planner/results, where `python -m benchmarks.planner` reads them.
 """
 
 from __future__ import annotations
