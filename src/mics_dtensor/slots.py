@@ -50,7 +50,9 @@ class Slot:
     def of(cls, its: Slice, *, has_master: bool) -> Slot:
         """With the shard as it stands."""
         view = its.of(flat_shard(its.param))
-        tensor = view.float().clone() if has_master else view
+        # No view by autograd's account: as one it would keep the storage that the shard moves from.
+        tensor = torch.empty(0, dtype=view.dtype, device=view.device)
+        tensor.data = view.float().clone() if has_master else view
         made = cls(its, its.param.parameter, tensor, has_master, view.data_ptr())
         made.settle()
         return made

@@ -181,6 +181,8 @@ def test_a_slice_is_gathered_where_it_lies() -> None:
         for unit in (*model.layers, model.head)
     ]
     assert [len(its) for its in storages] == [1, 1, 1, 1]
+    inner = [p for group in optimizer._inner.param_groups for p in group["params"]]
+    assert not any(tensor._is_view() for tensor in inner)  # which would hold what it moved from
     backwards(model, 0)
     made_new: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
