@@ -122,7 +122,7 @@ def test_every_layout_loads_every_other_and_goes_on_alike() -> None:
             assert torch.allclose(whole(mine), whole(theirs), rtol=1e-5), (source, target)
 
 
-@ranks(4)
+@ranks(4, timeout_s=110)
 def test_whole_tensors_are_gathered_or_loaded_when_torch_is_asked_for_them() -> None:
     for cpu_offload in (False, True):
         options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
@@ -143,7 +143,7 @@ def test_whole_tensors_are_gathered_or_loaded_when_torch_is_asked_for_them() -> 
             assert torch.equal(value, right[name]), name
 
 
-@ranks(4)
+@ranks(4, timeout_s=110)
 def test_saving_in_the_background_and_without_communication() -> None:
     model, optimizer = made(2, 2)
     train(model, optimizer, 0, 2)

@@ -61,7 +61,7 @@ def train(
     return losses
 
 
-@ranks(4)
+@ranks(4, timeout_s=110)
 def test_losses_and_weights_are_those_of_fp32_shards_bit_for_bit() -> None:
     mesh = mesh_of(2, 2)
     for reduce_dtype in (torch.float32, None):
@@ -187,7 +187,7 @@ def test_what_is_loaded_into_the_state_dict_alone_is_refused() -> None:
         optimizer.step()
 
 
-@ranks(4)
+@ranks(4, timeout_s=110)
 def test_hooks_that_compute_with_the_state_dict_are_given_whole_weights() -> None:
     """As torchtitan's fused projections do: halves under names of their own, and back."""
 

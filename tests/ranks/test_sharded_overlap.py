@@ -171,7 +171,7 @@ def test_the_next_forward_is_told_what_to_wait_for() -> None:
         assert told[-1] is None
 
 
-@ranks(4)
+@ranks(4, timeout_s=110)
 def test_a_slice_is_gathered_where_it_lies() -> None:
     """No message is staged, and FSDP2 gathers from the same storage; after a move it is."""
     mesh = mesh_of(2, 2)

@@ -92,7 +92,7 @@ def expect_equal(model: nn.Module, plain: nn.Module, *, bits: bool) -> None:
             assert (a - b).norm() <= 1e-6 * b.norm(), (name, (a - b).norm() / b.norm())
 
 
-@ranks(4)
+@ranks(4, timeout_s=110)
 def test_fifty_steps_equal_plain_mics_bit_for_bit_on_two_replicas() -> None:
     for foreach in (False, True):
         mesh = mesh_of(2, 2)
@@ -168,7 +168,7 @@ def test_tensor_parallel_frozen_parameters_groups_and_a_scheduler() -> None:
     assert equal_over(locals_of(model), mesh.get_group("replicate"))
 
 
-@ranks(4)
+@ranks(4, timeout_s=110)
 def test_with_shards_on_the_cpu_and_with_the_fused_kernel() -> None:
     for options, policy in (
         ({"foreach": False}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
@@ -180,7 +180,7 @@ def test_with_shards_on_the_cpu_and_with_the_fused_kernel() -> None:
         expect_equal(model, plain, bits=not options.get("fused"))
 
 
-@ranks(4)
+@ranks(4, timeout_s=110)
 def test_every_elementwise_optimizer_of_torch() -> None:
     kinds: list[tuple[Any, dict[str, Any]]] = [
         (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
@@ -194,7 +194,7 @@ def test_every_elementwise_optimizer_of_torch() -> None:
         expect_equal(model, plain, bits=True)
 
 
-@ranks(4)
+@ranks(4, timeout_s=110)
 def test_fifty_steps_over_a_save_and_a_load_in_the_middle() -> None:
     model, plain = odd(mesh_of(2, 2)), odd(mesh_of(2, 2))
     optimizer = sliced(model)
@@ -217,7 +217,7 @@ def test_fifty_steps_over_a_save_and_a_load_in_the_middle() -> None:
     expect_equal(model, plain, bits=True)
 
 
-@ranks(4)
+@ranks(4, timeout_s=110)
 def test_states_take_a_share_of_the_memory() -> None:
     for shape in ((2, 2), (4, 1)):
         model = odd(mesh_of(*shape))
@@ -230,7 +230,7 @@ def test_states_take_a_share_of_the_memory() -> None:
             assert abs(held - here / shape[0]) < shape[0] * num_units
 
 
-@ranks(4)
+@ranks(4, timeout_s=110)
 def test_slices_follow_a_shard_that_moves() -> None:
     model, plain = odd(mesh_of(2, 2)), odd(mesh_of(2, 2))
     mine, theirs = sliced(model), adamw(plain)
