@@ -176,15 +176,22 @@ def before_weights(found: dict[str, torch.Tensor], model: nn.Module) -> dict[str
 
 
 @ranks(2)
-def test_what_is_loaded_into_the_state_dict_alone_is_refused() -> None:
+def test_saving_in_the_background_and_loading_into_the_state_dict_alone() -> None:
     model, optimizer = made((2, 1), "sharded")
     train(model, optimizer, 1)
     path = said_by_all(tempfile.mkdtemp() if dist.get_rank() == 0 else None)[0]
-    dcp.save(model.state_dict(), checkpoint_id=path)
-    train(model, optimizer, 1)
-    dcp.load(model.state_dict(), checkpoint_id=path)
+    before = {name: its.flat.clone() for name, its in model.state_dict().items()}
+    pending = dcp.async_save(model.state_dict(), checkpoint_id=path)
+    train(model, optimizer, 1)  # while it is written
+    pending.result()
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=path)
     with pytest.raises(CheckpointError, match=r"model\.load_state_dict"):
         optimizer.step()
+    model.load_state_dict(state)
+    for name, its in model.state_dict().items():
+        assert torch.equal(its.flat, before[name])
+    optimizer.step()
 
 
 @ranks(4, timeout_s=110)
