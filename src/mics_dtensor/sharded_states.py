@@ -59,7 +59,7 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
     `skipped` then says so. Entries may be changed in `param_groups` between steps, as learning-rate
     schedulers do. `state` is a view: read it, load with load_state_dict.
 
-    `overlap_gather`: step() returns while updated slices still travel. Each unit has its own before
+    `overlap_update`: step() returns while updated slices still travel. Each unit has its own before
     FSDP2 gathers it, by whatever road, before a state dict and before the next step; before you
     read or write a parameter by hand, call wait().
 
@@ -79,12 +79,12 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
         elementwise: bool | None = None,
         master_weights: MasterWeights = "fp32",
         skip_nonfinite: bool = False,
-        overlap_gather: bool = False,
+        overlap_update: bool = False,
         **defaults: Any,
     ) -> None:
         _refuse_class(optimizer_cls, elementwise)
         self.skip_nonfinite, self.skipped = skip_nonfinite, False
-        self.overlap_gather = overlap_gather
+        self.overlap_update = overlap_update
         parts = [model] if isinstance(model, nn.Module) else list(model)
         self._parts, units = parts, units_of(parts)
         groups = _groups(units, param_groups)
@@ -114,7 +114,7 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
         hooks = [
             add_hook(slot.parameter, slot.slice) for unit in self._units for slot in unit.slots
         ]
-        if has_masters or overlap_gather:
+        if has_masters or overlap_update:
             hooks += place_state_hooks(parts, self._units)
         finalize(self, _remove, hooks)
 
@@ -147,8 +147,8 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
                 slot.write_back()
             stages = hop_stages_of(self._parts)
             for unit in self._units:
-                unit.gather(stages, overlap=self.overlap_gather)
-            if self.overlap_gather:
+                unit.gather(stages, overlap=self.overlap_update)
+            if self.overlap_update:
                 device = self._units[0].unit.device if self._units else torch.device("cpu")
                 event = torch.get_device_module(device).Event()
                 event.record()
@@ -158,10 +158,10 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
     def wait(self) -> None:
         """Until all shards are whole: before parameters are read or written by hand.
 
-        With `overlap_gather` alone; whatever goes through FSDP2, a state dict or step() waits by
+        With `overlap_update` alone; whatever goes through FSDP2, a state dict or step() waits by
         itself. No communication starts here.
         """
-        if self.overlap_gather:
+        if self.overlap_update:
             for unit in self._units:
                 unit.wait()
             set_post_optim_event(self._parts, None)  # the next forward sees what is written by hand

@@ -81,7 +81,7 @@ def test_training_is_the_same_bit_for_bit_in_both_modes_and_with_an_early_bounda
     for masters in ("fp32", "sharded"):
         for early in (False, True):
             model, optimizer = made(master_weights=masters)
-            late, overlapped = made(master_weights=masters, overlap_gather=True)
+            late, overlapped = made(master_weights=masters, overlap_update=True)
             for step in range(6):
                 expected = backwards(model, step)
                 assert backwards(late, step, overlap_boundary=early) == expected
@@ -126,7 +126,7 @@ def test_it_is_whole_on_every_road() -> None:
     for name, road in roads.items():
         with pytest.MonkeyPatch.context() as patch:
             hold_back(patch)
-            model, optimizer = made(overlap_gather=True)
+            model, optimizer = made(overlap_update=True)
             backwards(model, 0)
             optimizer.step()
             optimizer.zero_grad()
@@ -140,7 +140,7 @@ def test_it_is_whole_on_every_road() -> None:
 def test_loading_while_slices_travel_keeps_what_was_loaded() -> None:
     with pytest.MonkeyPatch.context() as patch:
         hold_back(patch)
-        model, optimizer = made((2, 1), overlap_gather=True)
+        model, optimizer = made((2, 1), overlap_update=True)
         start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         backwards(model, 0)
         optimizer.step()
@@ -153,7 +153,7 @@ def test_loading_while_slices_travel_keeps_what_was_loaded() -> None:
 @ranks(2)
 def test_the_next_forward_is_told_what_to_wait_for() -> None:
     """set_post_optim_event after the step; after wait(), all that is queued by then."""
-    model, optimizer = made((2, 1), overlap_gather=True)
+    model, optimizer = made((2, 1), overlap_update=True)
     told: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
         set_event = type(model).set_post_optim_event

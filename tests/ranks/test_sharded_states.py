@@ -257,7 +257,7 @@ def test_where_a_node_holds_several_replicas_slices_cross_in_stages() -> None:
     models = [shard(stack(64), mesh_of(8, 1)) for _ in "ab"]
     for model in models:
         apply_mics(model, topology=topology)
-    optimizers = [sliced(models[0], overlap_gather=True), adamw(models[1])]
+    optimizers = [sliced(models[0], overlap_update=True), adamw(models[1])]
     for model, optimizer in zip(models, optimizers, strict=True):
         for step in range(4):
             with count_collectives() as counted:
