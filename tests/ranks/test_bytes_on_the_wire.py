@@ -19,9 +19,14 @@ HEADERS = 1.005  # Ethernet, IP, TCP and its acknowledgements, gloo's own framin
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """On 4 nodes of 2 ranks: half a node, a node, two nodes, and all of them."""
-    path = tmp_path_factory.mktemp("cluster") / "results.json"
-    arguments = "--nodes 4 --ranks-per-node 2 --rate 1gbit --systems mics --micro-steps 2"
-    once = "--partition-nodes 1/2,1,2,4 --steps 1 --repetitions 1 --max-repetitions 1"
+    return counted(tmp_path_factory.mktemp("cluster"), "--systems mics --partition-nodes 1/2,1,2,4")
+
+
+def counted(folder: Path, which: str) -> list[dict[str, Any]]:
+    """One step of each system on 4 nodes of 2 ranks."""
+    path = folder / "results.json"
+    arguments = f"--nodes 4 --ranks-per-node 2 --rate 1gbit --micro-steps 2 {which}"
+    once = "--steps 1 --repetitions 1 --max-repetitions 1"
     command = [sys.executable, "-m", "benchmarks.emulated_cluster", *arguments.split()]
     done = subprocess.run(
         [*command, *once.split(), "--json", str(path)],
@@ -66,3 +71,15 @@ def test_so_does_every_stage(rows: list[dict[str, Any]]) -> None:
             most = HEADERS * least * (1.005 if nodes < 1 else 1) + small
             assert least <= sent <= most, (nodes, stage, sent, least)
         assert stages["other"]["inter_node_bytes"] < 20_000
+
+
+def test_optimizer_states_over_the_replicas_send_an_all_reduce_or_three_quarters(
+    tmp_path: Path,
+) -> None:
+    systems = ("mics", "mics-slices", "mics-bf16", "mics-slices-bf16")
+    rows = counted(tmp_path, f"--systems {','.join(systems)} --partition-nodes 1")
+    sent = {row["system"]: row["inter_node_bytes_per_step"] for row in rows}
+    assert sent["mics-slices"] <= 1.01 * sent["mics"], sent
+    assert sent["mics-slices-bf16"] <= 0.76 * sent["mics-bf16"], sent
+    for row in rows:
+        assert row["stages"]["other"]["inter_node_bytes"] < 20_000
