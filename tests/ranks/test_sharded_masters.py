@@ -78,7 +78,7 @@ def test_losses_and_weights_are_those_of_fp32_shards_bit_for_bit() -> None:
         assert equal_over(locals_, mesh.get_group("replicate"))
 
 
-@ranks(2)
+@ranks(2, timeout_s=110)
 def test_a_master_follows_weights_that_somebody_writes_and_keeps_its_bits_elsewhere() -> None:
     model = bf16_stack(mesh_of(2, 1), torch.float32, param_dtype=None)  # cast by hand
     optimizer = ReplicaShardedOptimizer(model, torch.optim.AdamW, **SHARDED)
@@ -175,13 +175,14 @@ def before_weights(found: dict[str, torch.Tensor], model: nn.Module) -> dict[str
     return {name: found[name].clone() for name, _ in model.named_parameters()}
 
 
-@ranks(2)
+@ranks(2, timeout_s=110)
 def test_saving_in_the_background_and_loading_into_the_state_dict_alone() -> None:
     model, optimizer = made((2, 1), "sharded")
     train(model, optimizer, 1)
     path = said_by_all(tempfile.mkdtemp() if dist.get_rank() == 0 else None)[0]
     before = {name: its.flat.clone() for name, its in model.state_dict().items()}
-    pending = dcp.async_save(model.state_dict(), checkpoint_id=path)
+    its_own = dist.new_group()  # its thread would meet training in the world's
+    pending = dcp.async_save(model.state_dict(), checkpoint_id=path, process_group=its_own)
     train(model, optimizer, 1)  # while it is written
     pending.result()
     state = model.state_dict()

@@ -136,7 +136,7 @@ def test_it_is_whole_on_every_road() -> None:
             assert not any("unshard" in vars(unit.group) for unit in units_of(model)), name
 
 
-@ranks(2)
+@ranks(2, timeout_s=110)
 def test_loading_while_slices_travel_keeps_what_was_loaded() -> None:
     with pytest.MonkeyPatch.context() as patch:
         hold_back(patch)
@@ -150,7 +150,7 @@ def test_loading_while_slices_travel_keeps_what_was_loaded() -> None:
             assert torch.equal(whole(parameter.detach()), whole(start[name])), name
 
 
-@ranks(2)
+@ranks(2, timeout_s=110)
 def test_the_next_forward_is_told_what_to_wait_for() -> None:
     """set_post_optim_event after the step; after wait(), all that is queued by then."""
     model, optimizer = made((2, 1), overlap_update=True)
