@@ -353,7 +353,7 @@ class Canaries:
         from torch.profiler import ProfilerActivity, profile
 
         assert not torch.autograd.profiler._is_profiler_enabled
-        with profile(activities=[ProfilerActivity.CPU]):
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True):  # 2.11 warns without
             assert torch.autograd.profiler._is_profiler_enabled
         assert not torch.autograd.profiler._is_profiler_enabled
 
