@@ -123,7 +123,9 @@ def _of_mode(mode: str, given: argparse.Namespace) -> dict[str, float]:
         if any(codes):
             sys.exit(f"error: the ranks of {mode} ended with {codes}")
         told = [json.loads(path.read_text()) for path in Path(folder).glob("rank*.json")]
-    return {name: sum(each[name] for each in told) / len(told) for name in told[0]}
+    means = {name: sum(each[name] for each in told) / len(told) for name in told[0]}
+    print(f"{mode}: peak {means['peak_bytes'] / 1e6:.1f} MB a rank", file=sys.stderr, flush=True)
+    return means
 
 
 def train(given: argparse.Namespace) -> None:
