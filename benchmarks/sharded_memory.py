@@ -34,7 +34,7 @@ from mics_dtensor.upstream import local_of
 
 MODES = ("plain", "fp32", "sharded")
 PINNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-STEPS = 3
+STEPS = 2
 TIMEOUT_S = 900
 
 
@@ -43,8 +43,8 @@ def parser() -> argparse.ArgumentParser:
     its = argparse.ArgumentParser(prog="python -m benchmarks.sharded_memory")
     its.add_argument("--ranks", type=int, default=8)
     its.add_argument("--replicas", type=int, default=4)
-    its.add_argument("--dim", type=int, default=1024)
-    its.add_argument("--layers", type=int, default=100)
+    its.add_argument("--dim", type=int, default=2048)
+    its.add_argument("--layers", type=int, default=25)
     its.add_argument("--json", type=Path, help="where to write the results")
     its.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
     its.add_argument("--rank", type=int, help=argparse.SUPPRESS)
