@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from mics_dtensor import gradient_accumulation
 from mics_dtensor.errors import CheckpointError
@@ -169,44 +167,3 @@ def test_saving_in_the_background_and_without_communication() -> None:
     other, its = made(4, 1)
     with pytest.raises(CheckpointError, match="another layout"):
         its.load_state_dict(states)
-
-
-class Feedforward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(5, 18), nn.Linear(18, 9)
-        self.layers: list[nn.Module] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(x))) * 1.0  # no view, which FSDP2 warns of
-
-
-@ranks(8, timeout_s=110)
-def test_tensor_parallel_states_move_to_a_layout_without_it_and_back() -> None:
-    """Nine rows of a tensor-parallel part over two shards; the other layout has no such parts."""
-
-    def made_on(*shape: int) -> tuple[nn.Module, Any]:
-        torch.manual_seed(0)
-        model = Feedforward()
-        mesh = mesh_of(*shape)
-        if len(shape) == 3:
-            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(model, mesh["tp"], plan)
-            mesh = mesh["replicate", "shard"]
-        fully_shard(model, mesh=mesh)
-        return model, ReplicaShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
-
-    for source, target in (((2, 2, 2), (4, 2)), ((4, 2), (2, 2, 2))):
-        model, optimizer = made_on(*source)
-        train(model, optimizer, 0, 3)
-        path = save(model, optimizer)
-        other, its = made_on(*target)
-        load(path, other, its)
-        found, right = whole_states(other, its), whole_states(model, optimizer)
-        assert found.keys() == right.keys()
-        for name, state in right.items():
-            assert torch.equal(found[name], state), (source, target, name)
-        for each, its_optimizer in ((model, optimizer), (other, its)):
-            train(each, its_optimizer, 3, 5)
-        for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
-            assert torch.allclose(whole(mine), whole(theirs), rtol=1e-5, atol=1e-7)

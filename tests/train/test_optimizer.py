@@ -36,8 +36,6 @@ def test_the_run_is_the_same_with_fp32_weights_in_the_slices_alone(tmp_path: Pat
     )
     expected = trained_by(ours, tmp_path, *options)
     assert trained_by(ours, tmp_path, *options, MASTERS) == expected
-    late = ("--mics.overlap_update=true", "--mics.check_replicas_every=3")
-    assert trained_by(ours, tmp_path, *options, MASTERS, *late) == expected
 
 
 @pytest.mark.parametrize("masters", ["fp32", "sharded"])
@@ -46,7 +44,6 @@ def test_a_resumed_run_goes_on_alike(tmp_path: Path, masters: str) -> None:
     options = (
         "--mics.optimizer_over_replicas=true",
         f"--mics.master_weights={masters}",
-        "--mics.overlap_update=true",
         "--training.mixed_precision_param=bfloat16",
         "--training.global_batch_size=8",
         "--training.steps=5",
