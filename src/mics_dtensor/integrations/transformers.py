@@ -70,8 +70,8 @@ def shard_pretrained(model: PreTrainedModel, *, mesh: DeviceMesh, **policies: An
 class MicsTrainer(Trainer):
     """transformers' Trainer, with `gradient_accumulation_steps` as our micro-steps.
 
-    The model is sharded (shard_pretrained, or `from_pretrained(distributed_config=...)`), and
-    apply_mics and synchronize_replicas have been called. It goes before other trainers too:
+    The model is sharded (shard_pretrained), and apply_mics and synchronize_replicas have been
+    called. It goes before other trainers too:
 
         class MicsSFTTrainer(MicsTrainer, SFTTrainer): ...
 
