@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mics_dtensor.accumulate import gradient_accumulation
     from mics_dtensor.apply import apply_mics
+    from mics_dtensor.checkpoint.checkpoints import CheckpointOptions, Checkpoints
     from mics_dtensor.clip import clip_grad_norm_
     from mics_dtensor.collectives import HierarchicalAllGather, HierarchicalReduceScatter
     from mics_dtensor.errors import MicsError
@@ -32,6 +33,8 @@ __all__ = [  # noqa: RUF022  in reading order, not the alphabet's
     "clip_grad_norm_",
     "explain",
     "ReplicaShardedOptimizer",
+    "Checkpoints",
+    "CheckpointOptions",
     "HierarchicalAllGather",
     "HierarchicalReduceScatter",
     "MicsError",
@@ -47,6 +50,8 @@ _HOME = {
     "clip_grad_norm_": "clip",
     "explain": "explanation",
     "ReplicaShardedOptimizer": "sharded_states",
+    "Checkpoints": "checkpoint.checkpoints",
+    "CheckpointOptions": "checkpoint.checkpoints",
     "HierarchicalAllGather": "collectives",
     "HierarchicalReduceScatter": "collectives",
     "MicsError": "errors",

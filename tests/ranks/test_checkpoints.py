@@ -16,6 +16,7 @@ from harness.counting import count_collectives
 from harness.ranks import ranks
 from harness.sharded import batch, mesh_of, said_by_all, shard, whole
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from mics_dtensor import ReplicaShardedOptimizer, gradient_accumulation
 from mics_dtensor.checkpoint import reading
@@ -24,7 +25,7 @@ from mics_dtensor.checkpoint.manifest import Manifest
 from mics_dtensor.errors import CheckpointError
 from mics_dtensor.upstream import local_of
 
-SLICED = "sliced"
+SLICED, TENSOR_PARALLEL, FEED = "sliced", "tensor parallel", "feed"
 
 
 class Uneven(nn.Module):
@@ -55,22 +56,45 @@ class Layers(nn.Module):
         return x
 
 
+class Feed(nn.Module):
+    """For two ranks of tensor parallelism, or for none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = nn.ModuleDict(
+            {"up": nn.Linear(5, 8), "down": nn.Linear(8, 5), "norm": nn.LayerNorm(5)}
+        )
+        self.layers = nn.ModuleList([inner])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.layers[0]
+        return inner["norm"](inner["down"](torch.tanh(inner["up"](x))))  # type: ignore[index,operator]
+
+
 def made(
     replicate: int, partition: int, *, kind: str = "", seed: int = 0, last: int = 17
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = shard(Uneven(last), mesh_of(replicate, partition))
+    if kind == TENSOR_PARALLEL:
+        mesh = mesh_of(replicate, partition, 2)
+        feed: Any = Feed()
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(feed.layers[0], mesh["tp"], plan)
+        model = shard(feed, mesh["replicate", "shard"])
+    else:
+        model = shard(Feed() if kind == FEED else Uneven(last), mesh_of(replicate, partition))
     if kind == SLICED:
         return model, ReplicaShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, *steps: int) -> None:
+    rank = dist.get_rank() // 2  # two ranks of tensor parallelism read the same
     for step in steps:
         with gradient_accumulation(model, num_micro_steps=2) as accumulation:
             for micro in range(2):
                 with accumulation.micro_step():
-                    model(batch(step, micro, dist.get_rank())).square().mean().backward()
+                    model(batch(step, micro, rank)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -125,11 +149,19 @@ def test_saved_on_any_shape_loaded_on_any_other(tmp_path: Path) -> None:
     saved_and_loaded(tmp_path, [(2, 2, ""), (1, 4, ""), (2, 2, SLICED)])
 
 
+@ranks(4, timeout_s=110)
+def test_with_tensor_parallel_and_without(tmp_path: Path) -> None:
+    saved_and_loaded(tmp_path, [(1, 2, TENSOR_PARALLEL), (2, 1, TENSOR_PARALLEL), (2, 2, FEED)])
+
+
 @pytest.mark.matrix
 @ranks(8, timeout_s=500)
 def test_every_shape_of_eight_ranks(tmp_path: Path) -> None:
     plain = [(r, 8 // r, "") for r in (1, 2, 4, 8)]
     saved_and_loaded(tmp_path, [*plain, (2, 4, SLICED), (4, 2, SLICED), (8, 1, SLICED)])
+    feed = [(1, 8, FEED), (4, 2, FEED)]
+    tensor_parallel = [(r, 4 // r, TENSOR_PARALLEL) for r in (1, 2, 4)]
+    saved_and_loaded(tmp_path / "tp", [*tensor_parallel, *feed])
 
 
 @ranks(4)

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from mics_dtensor.checkpoint.commit import named
 from mics_dtensor.checkpoint.manifest import Damaged, Manifest, versions
+from mics_dtensor.checkpoint.reading import Reader
 from mics_dtensor.checkpoint.states import States, device_of, held_on_cpu, replication_groups
 from mics_dtensor.checkpoint.transfer import Keeping, read, write
 from mics_dtensor.checkpoint.world import gathered, is_on_gpus
@@ -109,11 +110,16 @@ class Checkpoints:
 
     def _read(self, path: Path) -> Manifest:
         parts = [self._states.model]
+        reader = Reader(path, groups=replication_groups(parts), device=device_of(parts))
+        manifest = reader.manifest
+        if manifest is None or (manifest.contents == "model" and self._states.optimizer):
+            raise CheckpointError(
+                f"{path} holds weights alone: load it with Checkpoints(..., optimizer=None), or "
+                "name a step that was saved with an optimizer"
+            )
         state = self._states.state_dict()
-        manifest = read(state, path, groups=replication_groups(parts), device=device_of(parts))
+        read(state, reader)
         self._states.load_state_dict(state)
-        if manifest is None:
-            raise CheckpointError(f"{path} has no manifest")
         return manifest
 
 

@@ -49,17 +49,18 @@ class PlacedPlanner(DefaultSavePlanner):
         plans, metadata = super().create_global_plan(all_plans)
         if self._placement == "partition_group":
             optimizer = f"{OPTIMIZER}."
-            writers = {
+            group = {
                 rank
                 for rank, plan in enumerate(plans)
-                if any(not item.index.fqn.startswith(optimizer) for item in plan.items)
+                for item in plan.items
+                if item.tensor_data is not None and not item.index.fqn.startswith(optimizer)
             }
             for rank, plan in enumerate(plans):
-                if plan.items and rank not in writers:
+                if plan.items and rank not in group:
                     raise CheckpointError(
                         f'placement "partition_group": {plan.items[0].index.fqn} is held by rank '
-                        f"{rank} alone, outside of the first partition group, since optimizer "
-                        'states are sharded over the replicas; use "spread", on a disk that all '
+                        f"{rank}, outside of the first partition group: optimizer states over the "
+                        'replicas and values of single ranks need "spread", on a disk that all '
                         "nodes share"
                     )
         return plans, metadata
@@ -141,6 +142,7 @@ class HashedFile(RawIOBase):
     def __init__(self, raw: Any) -> None:
         self._raw, self._digest, self.size_bytes = raw, sha256(), 0
         self._hasher = ThreadPoolExecutor(1)
+        self.error: OSError | None = None
 
     @property
     def sha256(self) -> str:
@@ -163,6 +165,9 @@ class HashedFile(RawIOBase):
             at = 0
             while at < view.nbytes:
                 at += self._raw.write(view[at:])
+        except OSError as error:
+            self.error = error
+            raise
         finally:
             if hashed is not None:
                 hashed.result()  # the view is torch's, and ends with this call
@@ -189,4 +194,9 @@ def write_item(item: WriteItem, planner: SavePlanner, file: HashedFile) -> None:
     tensor = data.detach().cpu()
     if tensor.untyped_storage().size() != tensor.nbytes:
         tensor = tensor.clone()
-    torch.save(tensor, cast("IO[bytes]", file))
+    try:
+        torch.save(tensor, cast("IO[bytes]", file))
+    except RuntimeError:
+        if file.error is not None:  # torch complains of its own position in the file instead
+            raise file.error from None
+        raise

@@ -260,7 +260,10 @@ def _read(path: Path, *, verify: bool) -> Described:
         known = {file.name: file for file in manifest.files}
         its = known.get(".metadata")
         if its is None:
-            raise CheckpointError(f"{path / '.metadata'} is not among the files of the manifest")
+            raise CheckpointError(
+                f"{path} holds Hugging Face's files: load it with checkpoint.initial_load_path and "
+                "initial_load_in_hf = true"
+            )
         data, digest = read_whole(path / ".metadata", hashed=True)
         check_hash(path / ".metadata", its, digest)
     else:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -68,23 +67,14 @@ def write(
         raise
 
 
-def read(
-    state: State,
-    path: Path,
-    *,
-    groups: list[dist.ProcessGroup],
-    device: torch.device,
-    verify: bool = True,
-) -> Manifest | None:
-    """Fill `state` from the checkpoint `path`, as dcp.load does. Collective over the world.
+def read(state: State, reader: Reader) -> None:
+    """Fill `state` from a checkpoint, as dcp.load does. Collective over the world.
 
     Raises CheckpointError on every rank for another model's checkpoint, and, of the kind Damaged,
     for one that is not whole; nothing in `state` has changed then.
     """
-    reader = Reader(path, groups=groups, device=device, verify=verify)
-    with one_sentence(f"the checkpoint {path} was not loaded"):
-        load(state, storage_reader=reader, planner=MatchedPlanner(path))
-    return reader.manifest
+    with one_sentence(f"the checkpoint {reader.path} was not loaded"):
+        load(state, storage_reader=reader, planner=MatchedPlanner(reader.path))
 
 
 @contextmanager

@@ -193,12 +193,12 @@ def _loss(config: RunConfig) -> Any:
     return whole if chunks == 1 else ChunkedLossWrapper.Config(num_chunks=chunks, loss_fn=whole)
 
 
-def _dataloader(config: RunConfig) -> Any:
+def _dataloader(config: RunConfig, *, carries_position: bool = True) -> Any:
     from mics_dtensor.train import data
 
     loader = config.training.dataloader
     return replace(
-        data.dataloader_config(config),
+        data.dataloader_config(config, carries_position=carries_position),
         num_workers=loader.num_workers,
         persistent_workers=loader.persistent_workers,
         pin_memory=loader.pin_memory,
@@ -218,7 +218,7 @@ def _validator(config: RunConfig) -> Any:
         enable=written.enable,
         freq=written.freq,
         steps=written.steps,
-        dataloader=_dataloader(config),
+        dataloader=_dataloader(config, carries_position=False),
         own_local_batch_size=written.local_batch_size,
         own_seq_len=written.seq_len,
     )

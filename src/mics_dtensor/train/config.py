@@ -69,6 +69,9 @@ class Mics:
     optimizer_over_replicas: bool = key(
         False, "shard optimizer states over the replicas: 1/R of their memory, the same training"
     )
+    checkpoint_placement: Literal["spread", "partition_group"] = key(
+        "spread", "who writes a checkpoint: all ranks, or those of one partition group a whole copy"
+    )
     master_weights: Literal["fp32", "sharded"] = key(
         "fp32",
         'with optimizer_over_replicas: the shards are fp32, or ("sharded") of '

@@ -24,14 +24,22 @@ LOCAL_FILE = "local_file"
 READERS = {".jsonl": "json", ".txt": "text", ".parquet": "parquet"}
 
 
-def dataloader_config(config: RunConfig) -> BaseDataLoader.Config:
-    """The Config whose `build` makes torchtitan's stateful loader. No file is opened yet."""
+def dataloader_config(config: RunConfig, *, carries_position: bool = True) -> BaseDataLoader.Config:
+    """The Config whose `build` makes the loader. No file is opened yet.
+
+    Ours, whose position other data-parallel sizes can take up, or torchtitan's, where worker
+    processes keep it or nobody asks for it.
+    """
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 
+    from mics_dtensor.train.lanes import LaneLoader
+
+    is_ours = carries_position and config.training.dataloader.num_workers == 0
+    loader = LaneLoader if is_ours else HuggingFaceTextDataLoader
     register()
     training = config.training
     local = local_file(training.dataset_path)
-    return HuggingFaceTextDataLoader.Config(
+    return loader.Config(
         dataset=LOCAL_FILE if local else training.dataset,
         dataset_path=training.dataset_path,
         infinite=True,

@@ -6,9 +6,10 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from mics_dtensor.errors import ConfigError, ReplicaError, TopologyError
+from mics_dtensor.errors import CheckpointError, ConfigError, ReplicaError, TopologyError
 from mics_dtensor.layout import Layout
 from mics_dtensor.topology import Topology
 from mics_dtensor.train.degrees import resolve
@@ -32,7 +33,12 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             run, world_size=launch.world_size, local_world_size=launch.local_world_size
         )
         _train(run, layout, launch)
-    except (ConfigError, TopologyError, ReplicaError) as error:  # every rank has it: `agreed`
+    except (
+        CheckpointError,
+        ConfigError,
+        TopologyError,
+        ReplicaError,
+    ) as error:  # every rank has it: `agreed`
         rank, local_rank = (int(environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
         return say_and_stop(error, rank=rank, local_rank=local_rank)
     return 0
@@ -90,7 +96,13 @@ def _run(run: Run, layout: Layout, launch: Launch, config: Trainer.Config) -> No
         ranks_per_node=mics.ranks_per_node or launch.local_world_size,
     )
     placement = Placement(layout=layout, topology=topology)
-    trainer = MicsTrainer(config, placement=placement, run_id=_run_id(), mics=mics)
+    trainer = MicsTrainer(
+        config,
+        placement=placement,
+        run_id=_run_id(),
+        mics=mics,
+        resolved=asdict(run.config),
+    )
     try:
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)

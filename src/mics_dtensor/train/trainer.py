@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from types import ModuleType
@@ -26,7 +26,7 @@ from mics_dtensor.layout import Layout
 from mics_dtensor.plan.comparison import Comparison
 from mics_dtensor.replicas import check_replicas, synchronize_replicas
 from mics_dtensor.topology import Topology
-from mics_dtensor.train import device_shim
+from mics_dtensor.train import checkpoints, device_shim
 from mics_dtensor.train.chunked_loss import HeadUnit
 from mics_dtensor.train.config import Mics
 from mics_dtensor.train.launch import agreed
@@ -54,17 +54,35 @@ class MicsTrainer(Trainer):
     """Trains `config` on the partition groups of `placement`, by the options of [mics].
 
     Building one is collective: every rank gives the same arguments, after
-    `device_shim.use_device`. Raises ConfigError on every rank for what it cannot run.
+    `device_shim.use_device`. `resolved`: the run as its checkpoints are to describe it. Raises
+    ConfigError on every rank for what it cannot run.
     """
 
     def __init__(
-        self, config: Trainer.Config, *, placement: Placement, run_id: str, mics: Mics = _DEFAULTS
+        self,
+        config: Trainer.Config,
+        *,
+        placement: Placement,
+        run_id: str,
+        mics: Mics = _DEFAULTS,
+        resolved: Mapping[str, Any] | None = None,
     ) -> None:
         refuse_cuda_graphs(config, placement.layout)
         self.stop_request: StopRequest | None = None  # asked after every step
         self._mics = mics
         self._has_replicas = placement.layout.num_replicas > 1
-        super().__init__(dataclasses.replace(config, metrics=config_of(config.metrics)))
+        super().__init__(
+            dataclasses.replace(
+                config,
+                metrics=config_of(config.metrics),
+                checkpoint=checkpoints.config_of(
+                    config.checkpoint,
+                    placement=mics.checkpoint_placement,
+                    layout=placement.layout,
+                    run=resolved,
+                ),
+            )
+        )
         if config.checkpoint.create_seed_checkpoint:  # one rank, nothing is sharded
             return
         units = units_of(self.model_parts)

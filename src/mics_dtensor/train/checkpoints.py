@@ -1,0 +1,273 @@
+"""torchtitan's CheckpointManager, whose checkpoints are complete or not there, and verified."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torchtitan.components.checkpoint import (
+    DATALOADER,
+    MODEL,
+    TRAIN_STATE,
+    AsyncMode,
+    CheckpointManager,
+)
+from torchtitan.tools.utils import GarbageCollection
+
+from mics_dtensor.checkpoint.checkpoints import Saving, as_keys, newest_good
+from mics_dtensor.checkpoint.commit import begin, commit, named, partial_of
+from mics_dtensor.checkpoint.manifest import Manifest, files_of, versions
+from mics_dtensor.checkpoint.placement import Placement
+from mics_dtensor.checkpoint.reading import Reader
+from mics_dtensor.checkpoint.states import device_of, replication_groups
+from mics_dtensor.checkpoint.transfer import Keeping, read
+from mics_dtensor.checkpoint.world import agreed, gathered, rank_here
+from mics_dtensor.errors import CheckpointError
+from mics_dtensor.layout import Layout
+from mics_dtensor.train.lanes import LaneLoader
+
+logger = logging.getLogger(__name__)
+
+READERS = "readers"  # in a manifest's `data`: of torchtitan's loader with worker processes
+
+
+class WholeCheckpoints(CheckpointManager):
+    """Saves and resumes a run of the program. See docs/checkpoints.md."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        """torchtitan's, where they are placed, and what their manifests say of the run."""
+
+        placement: Placement = "spread"
+        layout: Layout | None = None
+        run: Mapping[str, Any] | None = None
+
+    def __init__(self, config: Config, **built: Any) -> None:
+        # Threads and groups are ours: torchtitan makes none of its own.
+        plain: Any = replaced(config, async_mode="disabled", keep_latest_k=0)
+        super().__init__(plain, **built)
+        if not self.enable:
+            return
+        self._config = config
+        self._parts = list(built["model_parts"])
+        self._keeping = Keeping(keep_last=config.keep_latest_k, placement=config.placement)
+        self._saving = Saving(asynchronous=AsyncMode(config.async_mode) != AsyncMode.DISABLED)
+        self._saved_step = -1
+
+    def save_now(self, curr_step: int) -> bool:
+        """Save all of the run, whatever the interval, and return when it is complete. Collective.
+
+        For a run that is told to stop. False where nothing is saved in this run.
+        """
+        if not self.enable or self.load_only:
+            return False
+        self.maybe_wait_for_saving()
+        if self._saved_step != curr_step:
+            self.dcp_save(
+                self._flattened_model_states_sd(),
+                self._create_checkpoint_id(curr_step),
+                AsyncMode.DISABLED,
+            )
+            self.maybe_wait_for_saving()
+        return True
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,  # noqa: ARG002  the options of this run decide
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> None:
+        """What torchtitan calls to save: all of the run, or its weights."""
+        if enable_garbage_collection:
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+        path = Path(checkpoint_id)
+        state = {
+            name: its.state_dict() if isinstance(its, Stateful) else its
+            for name, its in state_dict.items()
+        }
+        if to_hf:
+            self._save_hf(state, path)
+            return
+        about = self._about(path, state)
+        if DATALOADER in state and self._keeping.placement == "partition_group":
+            # The first partition group has the positions of its own ranks alone.
+            said = gathered(state[DATALOADER])
+            state[DATALOADER] = {name: its for of_rank in said for name, its in of_rank.items()}
+        self.save_future = self._saving.save(
+            lambda: state, path, about=about, keeping=self._keeping
+        )
+        self._saved_step = about.step if about.contents == "training" else -1
+
+    def _about(self, path: Path, state: Mapping[str, Any]) -> Manifest:
+        loader, trainer = self.states[DATALOADER], self.states[TRAIN_STATE]
+        has_all = TRAIN_STATE in state
+        return Manifest(
+            step=int(path.name.removeprefix("step-")),
+            contents="training" if has_all else "model",
+            files=(),
+            tokens=trainer.ntokens_seen * loader.dp_world_size,
+            layout=None if self._config.layout is None else as_keys(self._config.layout),
+            versions=versions("torch", "torchtitan"),
+            config=self._config.run,
+            data=position_of(loader) if has_all else None,
+        )
+
+    def _save_hf(self, state: dict[str, Any], path: Path) -> None:
+        """Hugging Face's files, written by torchtitan, under the same rules."""
+        partial = partial_of(path)
+        is_first = rank_here() == 0
+        about = self._about(path, state)
+        agreed(lambda: begin(path) if is_first else None)
+        super().dcp_save(state, str(partial), AsyncMode.DISABLED, to_hf=True)
+
+        def complete() -> None:
+            names = [str(p.relative_to(partial)) for p in partial.rglob("*") if p.is_file()]
+            commit(path, dataclasses.replace(about, files=files_of(partial, names)))
+
+        gathered(None)  # every rank has written
+        agreed(lambda: complete() if is_first else None)
+
+    def dcp_load(
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
+        """What torchtitan calls for initial_load_path, which another program may have written."""
+        if from_hf:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        self._fill(state_dict, self._reader(Path(checkpoint_id), verify=False))
+
+    @torch.no_grad()
+    def _load(self, step: int = -1) -> bool:
+        folder = Path(self.folder)
+        if step != -1:
+            self._resume(folder / f"step-{step}")
+            return True
+        if newest_good(folder, self._resume) is not None:
+            return True
+        return bool(super()._load(-1))
+
+    def _find_load_step(self, folder: str = "") -> int:  # noqa: ARG002
+        """For torchtitan's `_load`, which is asked only where there is nothing to resume from."""
+        return -1
+
+    def _resume(self, path: Path) -> Manifest:
+        """All of the run from `path`; of step 0, a seed, its weights. Collective."""
+        # Without a manifest it is torchtitan's own, which a user has to ask for by its step.
+        asked_for = self._config.load_step != -1
+        reader = self._reader(path, verify=not asked_for)
+        manifest = reader.manifest or Manifest(
+            step=self._config.load_step, contents="training", files=()
+        )
+        only_weights = manifest.step == 0
+        if manifest.contents == "model" and not only_weights:
+            raise CheckpointError(self._holds_weights_alone(path))
+        state = None
+        if not only_weights and DATALOADER not in self.exclude_from_loading:
+            take_up(self.states[DATALOADER], manifest.data, path)
+        logger.info("Loading the checkpoint from %s.", path)
+        state = self._states_to_load(only_weights)
+        self._fill(state, reader)
+        if manifest.tokens is not None and not only_weights:
+            trainer, loader = self.states[TRAIN_STATE], self.states[DATALOADER]
+            trainer.ntokens_seen = manifest.tokens // loader.dp_world_size
+        return manifest
+
+    def _reader(self, path: Path, *, verify: bool) -> Reader:
+        parts = self._parts
+        return Reader(
+            path, groups=replication_groups(parts), device=device_of(parts), verify=verify
+        )
+
+    def _fill(self, state: dict[str, Any], reader: Reader) -> None:
+        read(state, reader)
+        self.states[MODEL].load_state_dict(state)
+        GarbageCollection.collect("GC collection for checkpoint loading.")
+
+    def _holds_weights_alone(self, path: Path) -> str:
+        folder = Path(self.folder)
+        whole = [
+            step
+            for step, its in named(folder).items()
+            if (its / "manifest.json").is_file() and Manifest.read(its).contents == "training"
+        ]
+        go_on = f"write checkpoint.load_step = {whole[-1]}" if whole else "there is no other step"
+        return (
+            f"{path} holds weights alone: it ended a run with checkpoint.last_save_model_only = "
+            f"true, so no run can go on from it. To go on from the newest whole one: {go_on}. To "
+            f'begin anew from its weights: checkpoint.initial_load_path = "{path}" and another '
+            "checkpoint.folder. For a run that is to be continued: last_save_model_only = false"
+        )
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Done when a checkpoint is committed."""
+
+    def _wait_for_saving(self) -> None:
+        self.save_future = None
+        self._saving.wait()
+
+    def _close(self) -> None:
+        self._saving.close()
+
+
+def replaced(config: Any, **values: Any) -> Any:
+    """A copy of a Config with other values."""
+    return dataclasses.replace(config, **values)
+
+
+def config_of(
+    config: CheckpointManager.Config, *, placement: Placement, layout: Layout, run: Any
+) -> CheckpointManager.Config:
+    """Ours, with torchtitan's values. A folder that is no file system's stays torchtitan's."""
+    if "://" in config.folder:
+        logger.warning(
+            "checkpoint.folder %s is not on a file system: torchtitan writes there, without a "
+            "manifest, and a crash may leave a part of a checkpoint",
+            config.folder,
+        )
+        return config
+    values = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    return WholeCheckpoints.Config(
+        **values | {"placement": placement, "layout": layout, "run": run}
+    )
+
+
+def position_of(loader: Any) -> dict[str, int]:
+    """What a manifest says of a loader: where it stands, or how many ranks must read on."""
+    if isinstance(loader, LaneLoader):
+        return loader.position
+    return {READERS: loader.dp_world_size}
+
+
+def take_up(loader: Any, saved: Mapping[str, int] | None, path: Path) -> None:
+    """Refuse a position that this loader cannot go on from; before anything is loaded."""
+    its = position_of(loader)
+    if saved is not None and isinstance(loader, LaneLoader) and "lanes" in saved:
+        loader.take_up(dict(saved))
+        return
+    if saved is not None and its == saved:
+        return
+    readers = None if saved is None else saved.get(READERS)
+    if saved is None:
+        how = "does not say where the data stood"
+    elif readers is not None:
+        how = f"was read by worker processes of {readers} data-parallel ranks"
+    else:
+        how = "was read without worker processes"
+    here = "without" if isinstance(loader, LaneLoader) else "with"
+    same = (
+        f"start {readers} data-parallel ranks with the same training.dataloader.num_workers"
+        if readers is not None
+        else "write training.dataloader.num_workers = 0"
+    )
+    raise CheckpointError(
+        f"{path} {how}, and this run has {loader.dp_world_size} data-parallel ranks {here} worker "
+        f"processes, which cannot go on there without repeating or skipping samples: {same}, or "
+        'begin the data anew with checkpoint.exclude_from_loading = ["dataloader"]'
+    )
