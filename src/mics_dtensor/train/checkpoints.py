@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +68,8 @@ class WholeCheckpoints(CheckpointManager):
             return False
         self.maybe_wait_for_saving()
         if self._saved_step != curr_step:
-            self.dcp_save(
-                self._flattened_model_states_sd(),
-                self._create_checkpoint_id(curr_step),
-                AsyncMode.DISABLED,
-            )
+            path = Path(self.folder) / f"step-{curr_step}"
+            self.dcp_save(self._states_without(()), str(path), AsyncMode.DISABLED)
             self.maybe_wait_for_saving()
         return True
 
@@ -168,16 +165,22 @@ class WholeCheckpoints(CheckpointManager):
         only_weights = manifest.step == 0
         if manifest.contents == "model" and not only_weights:
             raise CheckpointError(self._holds_weights_alone(path))
-        state = None
         if not only_weights and DATALOADER not in self.exclude_from_loading:
             take_up(self.states[DATALOADER], manifest.data, path)
         logger.info("Loading the checkpoint from %s.", path)
-        state = self._states_to_load(only_weights)
-        self._fill(state, reader)
+        if only_weights:
+            self._fill(self.states[MODEL].state_dict(), reader)
+        else:
+            self._fill(self._states_without(self.exclude_from_loading), reader)
         if manifest.tokens is not None and not only_weights:
             trainer, loader = self.states[TRAIN_STATE], self.states[DATALOADER]
             trainer.ntokens_seen = manifest.tokens // loader.dp_world_size
         return manifest
+
+    def _states_without(self, names: Iterable[str]) -> dict[str, Any]:
+        """As torchtitan lays them out: parameters by their names, the rest by its own."""
+        kept = {name: its for name, its in self.states.items() if name not in (MODEL, *names)}
+        return kept | self.states[MODEL].state_dict()
 
     def _reader(self, path: Path, *, verify: bool) -> Reader:
         parts = self._parts
