@@ -65,7 +65,7 @@ class Manifest:
 
     def to_text(self) -> str:
         """The JSON of the file."""
-        return json.dumps({"schema": SCHEMA} | asdict(self), indent=1) + "\n"
+        return json.dumps({"schema": SCHEMA} | asdict(self), indent=1, default=str) + "\n"
 
     def write(self, folder: Path) -> None:
         """Put it into `folder`, and the folder itself, on the disk (fsync)."""

@@ -179,8 +179,16 @@ class WholeCheckpoints(CheckpointManager):
 
     def _states_without(self, names: Iterable[str]) -> dict[str, Any]:
         """As torchtitan lays them out: parameters by their names, the rest by its own."""
-        kept = {name: its for name, its in self.states.items() if name not in (MODEL, *names)}
-        return kept | self.states[MODEL].state_dict()
+        names = set(names)
+        if unknown := names - self.states.keys():
+            raise CheckpointError(
+                f"checkpoint.exclude_from_loading names {sorted(unknown)}; choose from "
+                f"{sorted(self.states.keys() - {MODEL})}"
+            )
+        state: dict[str, Any] = {
+            name: its for name, its in self.states.items() if name not in names | {MODEL}
+        }
+        return state | self.states[MODEL].state_dict()
 
     def _reader(self, path: Path, *, verify: bool) -> Reader:
         parts = self._parts
@@ -216,7 +224,8 @@ class WholeCheckpoints(CheckpointManager):
         self._saving.wait()
 
     def _close(self) -> None:
-        self._saving.close()
+        if "_saving" in vars(self):  # also called where __init__ has failed
+            self._saving.close()
 
 
 def replaced(config: Any, **values: Any) -> Any:
