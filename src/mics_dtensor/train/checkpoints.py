@@ -188,7 +188,8 @@ class WholeCheckpoints(CheckpointManager):
         state: dict[str, Any] = {
             name: its for name, its in self.states.items() if name not in names | {MODEL}
         }
-        return state | self.states[MODEL].state_dict()
+        state |= self.states[MODEL].state_dict()
+        return state
 
     def _reader(self, path: Path, *, verify: bool) -> Reader:
         parts = self._parts
