@@ -20,7 +20,7 @@ from torchtitan.components.checkpoint import (
 from torchtitan.tools.utils import GarbageCollection
 
 from mics_dtensor.checkpoint.checkpoints import Saving, as_keys, newest_good
-from mics_dtensor.checkpoint.commit import begin, commit, named, partial_of
+from mics_dtensor.checkpoint.commit import begin, commit, is_whole, named, partial_of
 from mics_dtensor.checkpoint.manifest import Manifest, files_of, versions
 from mics_dtensor.checkpoint.placement import Placement
 from mics_dtensor.checkpoint.reading import Reader
@@ -162,6 +162,8 @@ class WholeCheckpoints(CheckpointManager):
         manifest = reader.manifest or Manifest(
             step=self._config.load_step, contents="training", files=()
         )
+        if reader.manifest is None:
+            logger.warning("%s has no manifest, so its bytes are not verified", path)
         only_weights = manifest.step == 0
         if manifest.contents == "model" and not only_weights:
             raise CheckpointError(self._holds_weights_alone(path))
@@ -207,7 +209,7 @@ class WholeCheckpoints(CheckpointManager):
         whole = [
             step
             for step, its in named(folder).items()
-            if (its / "manifest.json").is_file() and Manifest.read(its).contents == "training"
+            if is_whole(its) and Manifest.read(its).contents == "training"
         ]
         go_on = f"write checkpoint.load_step = {whole[-1]}" if whole else "there is no other step"
         return (
