@@ -94,6 +94,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, mode: str) -
     assert second == {step: straight[step] for step in second}
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(400)
 def test_a_run_goes_on_with_other_ranks_on_the_same_samples(tmp_path: Path) -> None:
     (tmp_path / "straight").mkdir()
@@ -110,6 +111,7 @@ def test_a_run_goes_on_with_other_ranks_on_the_same_samples(tmp_path: Path) -> N
     assert third["tokens"] == straight["tokens"]
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(400)
 def test_what_cannot_be_resumed_from_is_said(tmp_path: Path) -> None:
     weights = ("--checkpoint.last_save_model_only=true", "--training.steps=3")
@@ -144,6 +146,7 @@ def test_what_cannot_be_resumed_from_is_said(tmp_path: Path) -> None:
     run_on_ranks(4, body, timeout_s=100)
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(400)
 def test_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
     straight = trained(tmp_path, "--mics.checkpoint_placement=partition_group", steps=6)
