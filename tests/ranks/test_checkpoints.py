@@ -153,7 +153,6 @@ def test_saved_on_any_shape_loaded_on_any_other(tmp_path: Path) -> None:
     saved_and_loaded(tmp_path, [(2, 2, ""), (1, 4, ""), (2, 2, SLICED)])
 
 
-@pytest.mark.matrix
 @ranks(4, timeout_s=110)
 def test_with_tensor_parallel_and_without(tmp_path: Path) -> None:
     saved_and_loaded(tmp_path, [(1, 2, TENSOR_PARALLEL), (2, 1, TENSOR_PARALLEL), (2, 2, FEED)])
