@@ -10,7 +10,7 @@ case "$*" in
 esac
 
 install_torch
-install_extras train plan plot lint # mypy reads the types of what the code imports
+install_extras train convert plan plot lint # mypy reads the types of what the code imports
 
 run() {
     say "$*"

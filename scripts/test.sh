@@ -16,10 +16,10 @@ if [ -n "${MICS_EXTRAS:-}" ]; then
     # shellcheck disable=SC2086  # it is several words
     install_extras $MICS_EXTRAS test
 elif torch_runs_the_program; then
-    install_extras train plan plot test
+    install_extras train convert plan plot test
 else
     say "without the program: torchtitan 0.3.0 needs torch 2.13 or later, its tests are skipped"
-    install_extras plan plot test
+    install_extras convert plan plot test
 fi
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the forked ranks share the cores

@@ -29,11 +29,13 @@ def commands() -> list[str]:
 
 @pytest.fixture
 def at_the_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder as a reader has it: the checkout, and the cluster's file that a page writes."""
+    """A folder as a reader has it: the checkout, and the files that pages write."""
     (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
     for block in blocks("toml"):
         if "[cluster]" in block:
             (tmp_path / "my_cluster.toml").write_text(block)
+        if "# From ds_config.json" in block:
+            (tmp_path / "run.toml").write_text(block)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

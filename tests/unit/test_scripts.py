@@ -102,7 +102,7 @@ def test_a_second_run_installs_nothing_and_a_second_command_what_it_lacks(
     assert checkout.called == [LAUNCHED]
     checkout.run("test.sh")
     assert checkout.called == [
-        f"{PIP} {HELD} <--editable> <.[plan,plot,test]>",
+        f"{PIP} {HELD} <--editable> <.[convert,plan,plot,test]>",
         "python <-m> <pytest>",
     ]
     checkout.run("train.sh")
@@ -175,7 +175,7 @@ def test_another_place_for_the_environment(checkout: Checkout) -> None:
 def test_an_older_torch_runs_the_tests_without_the_program(checkout: Checkout) -> None:
     older = {"TORCH_SPEC": "torch==2.11.0", "FAKE_TORCH": "2.11.0"}
     done = checkout.run("test.sh", **older)
-    assert f"{PIP} {HELD} <--editable> <.[plan,plot,test]>" in checkout.called
+    assert f"{PIP} {HELD} <--editable> <.[convert,plan,plot,test]>" in checkout.called
     assert "torchtitan 0.3.0 needs torch 2.13 or later" in done.stdout
     done = checkout.run("train.sh", **older)
     assert done.returncode == 2

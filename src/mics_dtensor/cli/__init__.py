@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from mics_dtensor.cli import explain, measure, plan
+from mics_dtensor import __version__
+from mics_dtensor.cli import convert, explain, measure, plan
 from mics_dtensor.errors import MicsError
 
 COMMANDS: Mapping[str, Callable[[Sequence[str]], str]] = {
+    "convert": convert.run,
     "explain": explain.run,
     "plan": plan.run,
     "measure": measure.run,
@@ -20,9 +22,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs `mics COMMAND ...`; returns the process's status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
-        summaries = "\n".join((explain.SUMMARY, plan.SUMMARY, measure.SUMMARY))
-        print(f"usage: mics {{{','.join(COMMANDS)}}} ...\n\n{summaries}")
+        summaries = [each.SUMMARY for each in (convert, explain, plan, measure)]
+        print("\n".join([f"usage: mics {{{','.join(COMMANDS)}}} ...", "", *summaries]))
         return 0 if words else 2
+    if words[0] == "--version":
+        print(f"mics_dtensor {__version__}")
+        return 0
     if words[0] not in COMMANDS:
         print(f"mics: no command {words[0]}; there is {', '.join(COMMANDS)}", file=sys.stderr)
         return 2

@@ -70,6 +70,15 @@ def load(argv: Sequence[str]) -> Run:
     return Run(config=config, origin=origin, inert=_inert(config, origin), path=path)
 
 
+def config_from(tables: Mapping[str, Any], source: str) -> RunConfig:
+    """The configuration whose tables are given, as the manifest of a checkpoint holds them."""
+    given, config = flattened(tables), RunConfig()
+    check_known(given, source)
+    for name, value in given.items():
+        config = replace_at(config, name, converted(config_keys()[name], value, source))
+    return config
+
+
 def _read(path: Path) -> dict[str, Any]:
     """The file's keys by dotted name."""
     try:
