@@ -456,6 +456,13 @@ class Canaries:
         assert (info.relative_path, info.offset, info.length) == ("__0_0.distcp", 3, 5)
         assert info.transform_descriptors is None
 
+    def fake_store_of_testing_internal(self) -> None:
+        """torch.testing._internal.distributed.fake_pg: importing it registers the backend."""
+        from mics_dtensor.upstream.tracing import fake_store
+
+        assert isinstance(fake_store(), dist.Store)
+        assert "fake" in dist.Backend.backend_list
+
     def fake_tensors_and_memory_tracker(self) -> None:
         """torch._subclasses.fake_tensor and torch.distributed._tools.fsdp2_mem_tracker."""
         from mics_dtensor.upstream.tracing import fake_tensors, memory_tracker
