@@ -1,7 +1,9 @@
 """The examples run as their own first lines say; with MiCS the losses are those without it."""
 
 import pytest
+import torch
 from harness.examples import EXAMPLES, Run, run_example
+from torch import nn
 
 REPLICAS = (0, 2)  # the replication group of rank 0
 NUM_STEPS, NUM_MICRO_STEPS, NUM_UNITS = 20, 4, 6
@@ -42,3 +44,34 @@ def test_gradients_cross_the_replicas_once_a_step(plain: Run, mics: Run) -> None
     agreements = [call for call in ours if call.message_bytes < 1000]
     assert (len(gradients), len(agreements)) == (NUM_STEPS, NUM_STEPS)
     assert len(ours) == 2 * NUM_STEPS
+
+
+@pytest.mark.timeout(300)
+def test_with_tensor_parallel_the_losses_are_those_of_one_process() -> None:
+    run = run_example("02_with_tensor_parallel.py")
+    assert len(run.losses) == 20
+    assert run.losses[:10] == pytest.approx(in_one_process(num_steps=10), rel=1e-5)
+    assert run.losses[-1] < 0.75 * run.losses[0]
+
+
+def in_one_process(num_steps: int) -> list[float]:
+    """What example 02 trains, by torch alone: the text of its 4 readers, 2 micro-steps each."""
+    torch.manual_seed(0)
+    mlps = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU()) for _ in range(3)]
+    model = nn.Sequential(nn.Embedding(256, 64), *mlps, nn.Linear(64, 256))
+    for mlp in mlps:
+        mlp.append(nn.Linear(256, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    readers = [torch.Generator().manual_seed(reader) for reader in range(4)]
+    losses, clipped = [], 0
+    for _ in range(num_steps):
+        drawn = [torch.randint(0, 256, (32,), generator=it) for it in readers for _ in range(2)]
+        parts = [nn.functional.cross_entropy(model(t), (t * 7 + 3) % 256) for t in drawn]
+        loss = torch.stack(parts).mean()
+        loss.backward()
+        clipped += int(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.5) > 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert clipped > 0
+    return losses

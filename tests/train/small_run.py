@@ -14,8 +14,10 @@ from harness.ranks import run_on_ranks
 from torchtitan.trainer import Trainer
 
 from mics_dtensor.layout import Layout
+from mics_dtensor.topology import Topology
 from mics_dtensor.train import device_shim
 from mics_dtensor.train.build import trainer_config
+from mics_dtensor.train.config import Mics
 from mics_dtensor.train.degrees import resolve
 from mics_dtensor.train.load import load
 from mics_dtensor.train.trainer import MicsTrainer, Placement
@@ -48,6 +50,7 @@ trace_buf_size = 0
 [debug]
 seed = 1
 """
+MICS = Mics()
 
 
 @dataclass
@@ -75,9 +78,12 @@ def configured(folder: Path, *overrides: str) -> tuple[Trainer.Config, Layout]:
     return trainer_config(run, device_type="cpu"), layout
 
 
-def ours(config: Trainer.Config, layout: Layout) -> MicsTrainer:
-    placement = Placement(layout=layout, topology=layout.topology)
-    return MicsTrainer(config, placement=placement, run_id="test")
+def ours(config: Trainer.Config, layout: Layout, mics: Mics = MICS) -> MicsTrainer:
+    # The Layout is that of one pipeline stage; a stage has whole nodes here.
+    nodes = {"ranks_per_node": layout.topology.ranks_per_node}
+    topology = Topology.uniform(world_size=dist.get_world_size(), **nodes)
+    placement = Placement(layout=layout, topology=topology)
+    return MicsTrainer(config, placement=placement, run_id="test", mics=mics)
 
 
 def torchtitans(config: Trainer.Config, layout: Layout) -> Trainer:  # noqa: ARG001
@@ -106,12 +112,14 @@ def train(make: Make, folder: Path, *over: str) -> Trained:
     return trained
 
 
-def trained_by(make: Make, folder: Path, *overrides: str) -> Trained:
-    """The same on 4 ranks that are forked for it; called from where no process group is."""
-    return trained_by_each(make, folder, overrides)[0]
+def trained_by(make: Make, folder: Path, *overrides: str, world_size: int = 4) -> Trained:
+    """The same on ranks that are forked for it; called from where no process group is."""
+    return trained_by_each(make, folder, overrides, world_size=world_size)[0]
 
 
-def trained_by_each(make: Make, folder: Path, *runs: Sequence[str]) -> list[Trained]:
+def trained_by_each(
+    make: Make, folder: Path, *runs: Sequence[str], world_size: int = 4
+) -> list[Trained]:
     """The same of several runs, one after the other in one world."""
     told = folder / f"{make.__name__}.json"
 
@@ -120,9 +128,12 @@ def trained_by_each(make: Make, folder: Path, *runs: Sequence[str]) -> list[Trai
         for number, overrides in enumerate(runs):
             its = folder / f"{make.__name__}-{number}"
             its.mkdir(exist_ok=True)
-            trained.append(asdict(train(make, its, *overrides)))
+            everyones = [Trained()] * world_size
+            dist.all_gather_object(everyones, train(make, its, *overrides))
+            # A stage of a pipeline that does not know the loss says -1 a micro-step.
+            trained.append(asdict(max(everyones, key=lambda each: each.losses)))
         if dist.get_rank() == 0:
             told.write_text(json.dumps(trained))
 
-    run_on_ranks(4, body, timeout_s=100 + 40 * len(runs))
+    run_on_ranks(world_size, body, timeout_s=30 * world_size + 40 * len(runs))
     return [Trained(**its) for its in json.loads(told.read_text())]

@@ -76,15 +76,3 @@ def test_the_timeouts_of_a_gloo_world_are_set() -> None:
     for group in (None, dims.get_mesh("fsdp").get_group()):
         assert timeout_of(group, "cpu") == timedelta(seconds=17)
     dist.barrier()
-
-
-@ranks(1)
-def test_flex_attention_is_replaced_and_said() -> None:
-    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
-    from torchtitan.models.llama3 import model_registry
-
-    model = model_registry("debugmodel").model
-    num_layers = len(list(model.traverse(FlexAttention.Config)))
-    assert device_shim.use_attention_of_cpu(model)
-    assert len(list(model.traverse(ScaledDotProductAttention.Config))) == num_layers > 0
-    assert not device_shim.use_attention_of_cpu(model)

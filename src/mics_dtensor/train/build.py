@@ -29,13 +29,14 @@ SPMD_TYPES_SINCE = (2, 14)
 def trainer_config(run: Run, *, device_type: Literal["cpu", "cuda"]) -> Trainer.Config:
     """The Trainer.Config of a resolved run, from `model_registry`, never from `config_registry`.
 
-    On CPU attention becomes ScaledDotProductAttention, which cannot mask documents. Raises
-    ConfigError for what torchtitan, or the installed torch, cannot do.
+    On CPU attention becomes DenseAttention, the same function. Raises ConfigError for what
+    torchtitan, the model or the installed torch cannot do.
     """
     from torchtitan.trainer import Trainer
 
     from mics_dtensor.train import data
     from mics_dtensor.train.model import use_attention_of_cpu
+    from mics_dtensor.train.model_limits import refuse_degrees
 
     config = run.config
     values: dict[str, Any] = {"tokenizer": data.tokenizer_config(config)}
@@ -53,11 +54,13 @@ def trainer_config(run: Run, *, device_type: Literal["cpu", "cuda"]) -> Trainer.
             name: made(**_below(values, name)) for name, made in _tables_of_torchtitan().items()
         }
         plain = {name: value for name, value in values.items() if "." not in name}
-        return Trainer.Config(**tables, **plain)
+        made = Trainer.Config(**tables, **plain)
     except (ValueError, AssertionError, NotImplementedError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"torchtitan refuses this configuration: {error}") from error
+    refuse_degrees(made)
+    return made
 
 
 def unfrozen(value: Any) -> Any:

@@ -14,6 +14,7 @@ from mics_dtensor.layout import Layout, divisors
 from mics_dtensor.topology import Topology
 from mics_dtensor.train.key import replace_at, value_at
 from mics_dtensor.train.load import Run
+from mics_dtensor.train.pipeline import refuse_pipelines
 from mics_dtensor.train.planning import recommended_partition_size
 
 REPLICATE = "parallelism.data_parallel_replicate_degree"
@@ -46,6 +47,7 @@ def resolve(
             f"does not divide the {world_size} ranks of the world; start a multiple of "
             f"{pp * cp * tp} ranks, or lower a degree"
         )
+    refuse_pipelines(run.config)
     topology = _stage_topology(world_size, stages=pp, ranks_per_node=ranks_per_node)
     ranks = world_size // (pp * cp * tp)
     if run.config.mics.partition_size == "auto":

@@ -1,11 +1,13 @@
 """torchtitan 0.3.0 on a machine without an accelerator: every difference in one place.
 
-Each patch names what torchtitan does and why it does not run. On a CUDA machine only the two that
-are wrong there too are made: process-group timeouts, and the peak of devices it does not know.
+Each patch names what torchtitan does and why it does not run. On a CUDA machine only those that
+are wrong there too are made: process-group timeouts and pipelines on torch 2.13, and the peak of
+devices it does not know.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
@@ -43,32 +45,11 @@ def use_device(device_type: DeviceType) -> None:
                 module.device_module = device_module  # type: ignore[attr-defined]
         _patch_offload()
         _quiet_dtensor()
+        _make_masks_plainly()
     _patch_peak_flops(device_type)
     _patch_pg_timeouts()
-    # torchdata's own call of something that torch deprecated, on every rank.
-    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-
-
-def use_attention_of_cpu(model_config: Any) -> bool:
-    """Replace FlexAttention, which has no backward on CPU, in a torchtitan model config.
-
-    Returns whether something was replaced. Scaled dot product attention cannot mask documents: a
-    token sees those before it in its sequence, also of the document before.
-    """
-    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
-
-    found = list(model_config.traverse(FlexAttention.Config))
-    for _, _, parent, name in found:
-        if isinstance(name, int):
-            parent[name] = ScaledDotProductAttention.Config()
-        else:
-            setattr(parent, name, ScaledDotProductAttention.Config())
-    if found:
-        logger.warning(
-            "on CPU attention is scaled dot product attention instead of FlexAttention: documents "
-            "that share a sequence are not masked from each other"
-        )
-    return bool(found)
+    _patch_pipelines()
+    _quiet_others()
 
 
 def use_sums_of_gloo(model_parts: Iterable[torch.nn.Module]) -> None:
@@ -105,6 +86,16 @@ def save_now(checkpointer: Any, step: int) -> None:
         )
 
 
+def _quiet_others() -> None:
+    """What torchtitan and its libraries call although torch wants another name; on every rank."""
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata
+    # spmd_types 0.2.3, under torch 2.14
+    old = "all_gather_into_tensor|reduce_scatter_tensor"
+    warnings.filterwarnings("ignore", message=rf"`torch\.distributed\.({old})` is deprecated")
+    # The gate of experts is asked for in fp32; on CPU it stays in the dtype of its weight.
+    warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype")
+
+
 def _quiet_dtensor() -> None:
     """Say once what torch warns about on every rank, and what comes of it."""
     warnings.filterwarnings("ignore", message="DTensor (manual_seed|random operators)")
@@ -112,6 +103,19 @@ def _quiet_dtensor() -> None:
         "on CPU every shard of a parameter starts from the same random numbers (DTensor has no "
         "offsets for this device): a first loss depends on the partition size"
     )
+
+
+def _make_masks_plainly() -> None:
+    """Masks without a compiler: torchtitan and torch compile the making of one for each shape.
+
+    Here that would take a C++ compiler, and seconds of every rank.
+    """
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+    from torch.nn.attention.flex_attention import create_block_mask
+    from torchtitan.models.common import attention
+
+    attention._compiled_create_block_mask = create_block_mask
+    _attention._compiled_create_block_mask = create_block_mask  # type: ignore[assignment]
 
 
 def _torchtitan_modules() -> list[ModuleType]:
@@ -200,3 +204,53 @@ def _patch_pg_timeouts() -> None:
             set_timeout(timeout, group)
 
     dist_utils.set_pg_timeouts = set_pg_timeouts
+
+
+def _patch_pipelines() -> None:
+    """Pipelines on torch 2.13.
+
+    torchtitan hands a schedule its micro-batches one by one, as torch takes them from 2.14 on;
+    before, `step` knows only a whole batch, which it cuts itself.
+    """
+    from torch.distributed.pipelining import schedules
+
+    for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+        parameters = inspect.signature(kind.step).parameters
+        if "arg_mbs" not in parameters:
+            kind.step = _step_of_micro_batches(kind.step)  # type: ignore[method-assign]
+
+
+def _step_of_micro_batches(of_torch: Callable[..., Any]) -> Callable[..., Any]:
+    """`step` of a schedule that also takes arg_mbs, kwarg_mbs and target_mbs, as torch 2.14's."""
+
+    def step(
+        schedule: Any,
+        *args: Any,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        if arg_mbs is None and kwarg_mbs is None and target_mbs is None:
+            return of_torch(schedule, *args, **options)
+        stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+        for stage in stages:
+            stage.has_backward = schedule._has_backward
+            stage.clear_runtime_states()
+        losses, loss_kwargs = options.get("losses"), options.get("loss_kwargs")
+        schedule._step_microbatches(
+            arg_mbs, kwarg_mbs, target_mbs, losses, False, loss_kwargs=loss_kwargs
+        )
+        return None
+
+    return step
+
+
+def stages_of_pipeline(degrees: Any, parallelism: Any, model: Any) -> tuple[int, list[list[str]]]:
+    """How many stages torchtitan makes of `model`, and the modules of each. Raises ValueError."""
+    from torchtitan.distributed import pipeline_parallel
+
+    number, *rest = pipeline_parallel._get_pipeline_metadata(degrees, parallelism, model)
+    named = parallelism.module_fqns_per_model_part
+    generated = pipeline_parallel._generate_llm_fqn_per_model_part
+    return number, named if named is not None else generated(number, *rest)

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mics_dtensor.errors import ConfigError, MicsError
 
 Result = TypeVar("Result")
+Environ = MutableMapping[str, str]
 
 WAIT_FOR_RANK_0_S = 5.0
 
@@ -48,12 +49,18 @@ class Launch:
             ) from None
 
 
-def configure_logging(*, rank: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Log as torchtitan does; from ranks that LOG_RANK (default 0) does not list, errors alone."""
+def configure_logging(*, rank: int, rank_of_loss: int = 0, environ: Environ | None = None) -> None:
+    """Log as torchtitan does; from ranks that LOG_RANK does not list, errors alone.
+
+    By default these are rank 0, and the one of a pipeline that knows the loss. torchtitan reads the
+    variable too, so that it is written where it is not set.
+    """
     from torchtitan.tools.logging import init_logger
 
+    environ = os.environ if environ is None else environ
+    default = "0" if rank_of_loss == 0 else f"0,{rank_of_loss}"
     init_logger()
-    if str(rank) not in environ.get("LOG_RANK", "0").split(","):
+    if str(rank) not in environ.setdefault("LOG_RANK", default).split(","):
         logging.getLogger().setLevel(logging.ERROR)
 
 

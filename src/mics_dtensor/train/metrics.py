@@ -17,6 +17,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 
 from mics_dtensor.plan.comparison import Comparison
+from mics_dtensor.train.pipeline import IN_A_V, rank_of_loss
 
 SCHEMA = 1
 PROGRESS_EVERY_S = 30.0
@@ -54,13 +55,14 @@ class MicsMetrics(MetricsProcessor):
     def __init__(
         self, config: Config, *, parallel_dims: ParallelDims, pp_schedule: str, **built: Any
     ) -> None:
-        super().__init__(config, parallel_dims=parallel_dims, pp_schedule=pp_schedule, **built)
+        # torchtitan knows one schedule that runs in a V, and knows it by this spelling alone.
+        in_a_v = pp_schedule.lower() in IN_A_V
+        schedule = "ZBVZeroBubble" if in_a_v else pp_schedule
+        super().__init__(config, parallel_dims=parallel_dims, pp_schedule=schedule, **built)
         self.record: Record | None = None
-        # Rank 0; of a pipeline the first rank of the stage that knows the loss, which is the last,
-        # or the first where the schedule runs in a V.
-        first_of_last_stage = parallel_dims.world_size // parallel_dims.pp * (parallel_dims.pp - 1)
-        is_v = pp_schedule == "ZBVZeroBubble"
-        self.tells = dist.get_rank() == (0 if is_v else first_of_last_stage)
+        self.tells = dist.get_rank() == rank_of_loss(
+            schedule, world_size=parallel_dims.world_size, stages=parallel_dims.pp
+        )
         self._knows_peak = math.isfinite(self.gpu_peak_flops)
         if not self._knows_peak:
             # torchtitan's only way to say "no MFU" instead of a number that is wrong.

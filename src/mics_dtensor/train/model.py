@@ -154,14 +154,15 @@ def _filter_fqns(written: tuple[str, ...], spec: Any) -> list[str]:
 
 def set_num_layers(spec: Any, num_layers: int) -> None:
     """As many blocks as asked for, in place; those beyond the flavor's are like its last one."""
-    if spec.name != "llama3":
+    layers = spec.model.layers
+    if spec.name != "llama3" and num_layers > len(layers):
         raise ConfigError(
-            f"[model] n_layers = {num_layers}: only llama3 takes it; choose a flavor of {spec.name}"
+            f"[model] n_layers = {num_layers}: {spec.name} {spec.flavor} has {len(layers)} blocks, "
+            "and only llama3 may have more than its flavor; write fewer, or choose another flavor"
         )
     from torch import nn
     from torchtitan.models.common.param_init import depth_scaled_std
 
-    layers = spec.model.layers
     del layers[num_layers:]
     for layer_id in range(len(layers), num_layers):
         block = copy.deepcopy(layers[-1])
@@ -174,21 +175,22 @@ def set_num_layers(spec: Any, num_layers: int) -> None:
 
 
 def use_attention_of_cpu(spec: Any) -> None:
-    """Replaces attention whose kernels have no backward on CPU by SDPA, in place; or refuses."""
-    from torchtitan.models.common.attention import (
-        FlexAttention,
-        ScaledDotProductAttention,
-        VarlenAttention,
-    )
-    from torchtitan.models.gpt_oss.model import Attention as AttentionWithSinks
+    """Replaces attention whose kernels have no backward on CPU by plain products, in place."""
+    from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 
-    # SDPA takes the sinks' transform as an unknown keyword and drops it: a wrong model, silently.
-    if any(True for _ in spec.model.traverse(AttentionWithSinks.Config)):
-        raise ConfigError(
-            f"{spec.name} cannot be trained on CPU: its attention sinks need the log-sum-exp that "
-            "only the kernels of FlexAttention and VarlenAttention return, and these have no "
-            "backward on CPU; use a GPU, or another model"
-        )
+    from mics_dtensor.train.dense_attention import DenseAttention
+
     for kind in (FlexAttention, VarlenAttention):
         for _, _, parent, attribute in list(spec.model.traverse(kind.Config)):
-            setattr(parent, attribute, ScaledDotProductAttention.Config())
+            setattr(parent, attribute, DenseAttention.Config())
+
+
+def use_attention_of_traces(spec: Any) -> None:
+    """Replaces FlexAttention by SDPA, in place: a trace then keeps what a GPU's kernel keeps.
+
+    Not for training: it drops the mask of documents.
+    """
+    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+
+    for _, _, parent, attribute in list(spec.model.traverse(FlexAttention.Config)):
+        setattr(parent, attribute, ScaledDotProductAttention.Config())

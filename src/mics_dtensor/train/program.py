@@ -15,6 +15,7 @@ from mics_dtensor.topology import Topology
 from mics_dtensor.train.degrees import resolve
 from mics_dtensor.train.launch import Launch, agreed, configure_logging, say_and_stop
 from mics_dtensor.train.load import Run, load
+from mics_dtensor.train.pipeline import rank_of_loss
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -51,7 +52,14 @@ def _train(run: Run, layout: Layout, launch: Launch) -> None:
 
     from mics_dtensor.train import device_shim
 
-    configure_logging(rank=launch.rank)
+    configure_logging(
+        rank=launch.rank,
+        rank_of_loss=rank_of_loss(
+            run.config.parallelism.pipeline_parallel_schedule,
+            world_size=launch.world_size,
+            stages=run.config.parallelism.pipeline_parallel_degree,
+        ),
+    )
     device_type: device_shim.DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
     device_shim.use_device(device_type)
     from torchtitan.distributed import utils as dist_utils
@@ -60,8 +68,6 @@ def _train(run: Run, layout: Layout, launch: Launch) -> None:
     from mics_dtensor.train.build import trainer_config
 
     config = trainer_config(run, device_type=device_type)
-    if device_type == "cpu":
-        device_shim.use_attention_of_cpu(config.model_spec.model)
     structured_logger.init_structured_logger(
         source="training",
         output_dir=config.dump_folder,

@@ -36,7 +36,9 @@ class Model:
     )
     print_after_conversion: bool = key(False, "torchtitan 0.2: print the converted model")
     n_layers: int | None = key(
-        None, "number of transformer blocks where it is not the flavor's (llama3)", unit="blocks"
+        None,
+        "number of transformer blocks where it is not the flavor's; more than that: llama3",
+        unit="blocks",
     )
     attn_backend: str | None = key(None, "flex, flex_flash or varlen; the model's own if not given")
     tp_gemm_backend: Literal["default", "dist_gemm"] = key(

@@ -34,10 +34,9 @@ from mics_dtensor.plan.shape import shape_of
 from mics_dtensor.plan.step import Work
 from mics_dtensor.plan.trace import traced_moments
 from mics_dtensor.topology import Topology
-from mics_dtensor.train import device_shim
 from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.key import replace_at
-from mics_dtensor.train.model import model_spec
+from mics_dtensor.train.model import model_spec, use_attention_of_traces
 from mics_dtensor.upstream import local_of
 from mics_dtensor.upstream.tracing import fake_store
 
@@ -222,7 +221,7 @@ def sharded(
         spec.model.vocab_size = vocab
         spec.model.tok_embeddings.num_embeddings = vocab
         spec.model.lm_head.out_features = vocab
-    device_shim.use_attention_of_cpu(spec.model)
+    use_attention_of_traces(spec)
     with torch.device("meta"):
         model: Any = spec.model.build()
     if checkpointing != "none":

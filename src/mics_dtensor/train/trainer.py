@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils
@@ -19,7 +21,7 @@ from torchtitan.trainer import Trainer
 
 from mics_dtensor.accumulate import gradient_accumulation
 from mics_dtensor.apply import apply_mics, stage_groups
-from mics_dtensor.clip import clip_grad_norm_
+from mics_dtensor.clip import clip_grad_norm_, clip_with_norm_, total_norm
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.explanation import explain
 from mics_dtensor.layout import Layout
@@ -86,7 +88,8 @@ class MicsTrainer(Trainer):
         if config.checkpoint.create_seed_checkpoint:  # one rank, nothing is sharded
             return
         units = units_of(self.model_parts)
-        agreed(lambda: audit_groups(units, placement.layout, rank=dist.get_rank()))
+        ep = config.parallelism.expert_parallel_degree
+        agreed(lambda: audit_groups(units, placement.layout, rank=dist.get_rank(), experts=ep))
         device_shim.use_sums_of_gloo(self.model_parts)
         apply_mics(
             self.model_parts,
@@ -144,8 +147,7 @@ class MicsTrainer(Trainer):
         if self._progress is None:
             self._progress = Progress(done=self.step - 1, last=self.config.training.steps)
         self._micro_steps_done = 0
-        clip = _clip_instead_of(dist_utils.clip_grad_norm_)
-        with ExitStack() as self._open_step, _replaced(dist_utils, "clip_grad_norm_", clip):
+        with ExitStack() as self._open_step, _replaced(dist_utils, "clip_grad_norm_", _clip):
             super().train_step(data_iterator)
         if self._mics.check_replicas_every and self.step % self._mics.check_replicas_every == 0:
             check_replicas(self.model_parts)
@@ -210,26 +212,32 @@ def refuse_cuda_graphs(config: Trainer.Config, layout: Layout) -> None:
         )
 
 
-def audit_groups(units: Iterable[Unit], layout: Layout, *, rank: int) -> None:
+def audit_groups(units: Iterable[Unit], layout: Layout, *, rank: int, experts: int = 1) -> None:
     """Hold the groups that torchtitan made against the layout. No communication.
 
-    Expert-parallel units have groups of their own, which no Layout describes. Raises ConfigError.
+    With `experts` ranks to share them, experts have shards of their own: the ranks of a partition
+    group are then cut into such sets of consecutive ranks. Raises ConfigError.
     """
     stage = rank - rank % layout.topology.world_size  # its first rank
     wanted = {
         "partition": _shifted(layout.partition_group(rank - stage), stage),
         "replication": _shifted(layout.replication_group(rank - stage), stage),
     }
+    block = layout.partition_size * layout.tensor_parallel_size  # ranks, in order
+    first = rank - (rank - stage) % block
+    wanted_of_experts = wanted | {
+        "partition": list(range(first + (rank - first) % experts, first + block, experts))
+    }
     for unit in units:
-        if "efsdp" in (unit.mesh.mesh_dim_names or ()):
-            continue
+        of_experts = "efsdp" in (unit.mesh.mesh_dim_names or ())
         made = {"partition": unit.shard_group, "replication": unit.replicate_group}
         for kind, group in made.items():
             ranks = [rank] if group is None else dist.get_process_group_ranks(group)
-            if ranks != wanted[kind]:
+            right = (wanted_of_experts if of_experts else wanted)[kind]
+            if ranks != right:
                 raise ConfigError(
                     f"unit {unit.name}: torchtitan's {kind} group of rank {rank} is {ranks}, but "
-                    f"by the degrees of this run it is {wanted[kind]}; give the degrees in "
+                    f"by the degrees of this run it is {right}; give the degrees in "
                     "[parallelism] and [mics] to the program, not to torchtitan's Trainer.Config"
                 )
 
@@ -238,24 +246,26 @@ def _shifted(ranks: Iterable[int], by: int) -> list[int]:
     return [rank + by for rank in ranks]
 
 
-def _clip_instead_of(of_torchtitan: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Our clip_grad_norm_ under the signature that torchtitan calls."""
-
-    def clip(
-        parameters: list[torch.Tensor],
-        max_norm: float,
-        *,
-        pp_mesh: Any = None,
-        ep_enabled: bool = False,
-        **options: Any,
-    ) -> torch.Tensor:
-        if pp_mesh is not None or ep_enabled:  # a norm over several meshes is torchtitan's
-            return of_torchtitan(
-                parameters, max_norm, pp_mesh=pp_mesh, ep_enabled=ep_enabled, **options
-            )
-        return clip_grad_norm_(parameters, max_norm=max_norm, **options)
-
-    return clip
+def _clip(
+    parameters: list[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    pp_mesh: DeviceMesh | None = None,
+    foreach: bool | None = None,
+    **_: Any,  # ep_enabled: our norm is taken over each mesh that parameters lie on
+) -> torch.Tensor:
+    """Our clip_grad_norm_ under the signature that torchtitan calls: one norm for all stages."""
+    if pp_mesh is None:
+        return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    norm = total_norm(parameters, norm_type=norm_type, foreach=foreach)
+    norm = norm if norm_type == math.inf else norm**norm_type
+    op = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
+    dist.all_reduce(norm, op=op, group=pp_mesh.get_group())
+    norm = norm if norm_type == math.inf else norm ** (1.0 / norm_type)
+    clip_with_norm_(parameters, max_norm=max_norm, norm=norm, foreach=foreach)
+    return norm
 
 
 @contextmanager

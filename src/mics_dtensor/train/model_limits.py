@@ -1,0 +1,97 @@
+"""What a model cannot do with the degrees of a run, said before ranks make meshes and memory.
+
+torchtitan finds these while it builds its trainer, as tracebacks of every rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.moe import MoE
+from torchtitan.trainer import Trainer
+
+from mics_dtensor.errors import ConfigError
+from mics_dtensor.layout import divisors
+from mics_dtensor.train import device_shim
+
+MASK_BLOCK = 128
+"""Tokens: torch makes the mask of a part of a sequence in such blocks (_create_cp_block_mask)."""
+
+
+def refuse_degrees(config: Trainer.Config) -> None:
+    """Raises ConfigError where the model of `config` cannot be cut as its degrees say."""
+    _refuse_lengths(config)
+    _refuse_experts(config)
+    model = copy.deepcopy(config.model_spec.model)
+    dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
+    try:
+        model.update_from_config(config=config)
+        if config.parallelism.pipeline_parallel_degree > 1:
+            _refuse_stages(config, model)
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"torchtitan refuses {config.model_spec.name}: {error}") from error
+
+
+def _refuse_lengths(config: Trainer.Config) -> None:
+    degrees, length = config.parallelism, config.training.seq_len
+    tp, cp = degrees.tensor_parallel_degree, degrees.context_parallel_degree
+    unit = (tp if degrees.enable_sequence_parallel else 1) * (2 * cp if cp > 1 else 1)
+    why = f"tensor_parallel_degree {tp} and context_parallel_degree {cp}"
+    if cp > 1 and any(True for _ in config.model_spec.model.traverse(FlexAttention.Config)):
+        unit = max(unit, MASK_BLOCK * cp)
+        why = f"context_parallel_degree {cp}, whose masks are made of blocks of {MASK_BLOCK} tokens"
+    if length % unit:
+        good = max(unit, length - length % unit)
+        raise ConfigError(
+            f"training.seq_len {length} is not a multiple of {unit}, as wanted by {why}; write "
+            f"seq_len = {good}"
+        )
+
+
+def _refuse_experts(config: Trainer.Config) -> None:
+    ep, spec = config.parallelism.expert_parallel_degree, config.model_spec
+    if ep == 1:
+        return
+    experts = {moe.num_experts for _, moe, *_ in spec.model.traverse(MoE.Config)}
+    if not experts:
+        raise ConfigError(
+            f"parallelism.expert_parallel_degree {ep}: {spec.name} {spec.flavor} has no experts; "
+            "delete the line"
+        )
+    for num in experts:
+        if num % ep:
+            raise ConfigError(
+                f"parallelism.expert_parallel_degree {ep} does not divide the {num} experts of "
+                f"{spec.name} {spec.flavor}; choose from {divisors(num)}"
+            )
+
+
+def _refuse_stages(config: Trainer.Config, model: Any) -> None:
+    """The stages that torchtitan would cut, or those that the file names."""
+    written = config.parallelism
+    if config.model_spec.pipelining_fn is None:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_degree {written.pipeline_parallel_degree}: "
+            f"{config.model_spec.name} has no pipelining_fn in its ModelSpec; delete the line"
+        )
+    ranks = written.pipeline_parallel_degree
+    usual, stages = device_shim.stages_of_pipeline(SimpleNamespace(pp=ranks), written, model)
+    if len(stages) % ranks or (usual == ranks and len(stages) != ranks):
+        raise ConfigError(
+            f"parallelism.module_fqns_per_model_part names {len(stages)} stages for {ranks} ranks "
+            f"of {written.pipeline_parallel_schedule}; name {usual}"
+        )
+    named = [name for stage in stages for name in stage]
+    blocks = [f"layers.{i}" for i in range(len(model.layers))]
+    missing = [name for name in ("tok_embeddings", *blocks, "norm", "lm_head") if name not in named]
+    if missing:
+        raise ConfigError(
+            f"parallelism.module_fqns_per_model_part leaves out {', '.join(missing)}: the model "
+            "would train without; name every module once"
+        )

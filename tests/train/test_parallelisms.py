@@ -1,0 +1,138 @@
+"""With each parallelism of torchtitan, and with pairs: MiCS trains what torchtitan's trainer does.
+
+8 ranks, 2 replicas, nodes of 2 ranks, so that partition groups span nodes. docs/parallelisms.md has
+the table of the whole matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchtitan")
+import torch
+from torchtitan.trainer import Trainer
+from train.small_run import ours, torchtitans, trained_by
+
+from mics_dtensor.layout import Layout
+from mics_dtensor.train.config import Mics
+from mics_dtensor.train.optimizer import SlicedOptimizers
+from mics_dtensor.train.trainer import MicsTrainer
+
+Maker = Callable[[Trainer.Config, Layout], Trainer]
+NEW = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
+BACKENDS = ["partial_dtensor", *(["spmd_types", "full_dtensor"] if NEW else [])]
+SCHEDULES = ["GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"]
+SCHEDULES += ["ZBVZeroBubble", "DualPipeV"]
+MODELS = ["llama3.debugmodel", "qwen3.debugmodel", "qwen3.debugmodel_moe"]
+MODELS += ["deepseek_v3.debugmodel", "gpt_oss.debugmodel"]
+PARALLELISMS = {
+    "tensor": ("--parallelism.tensor_parallel_degree=2",),
+    "context": ("--parallelism.context_parallel_degree=2", "--training.seq_len=256"),
+    "expert": ("--parallelism.expert_parallel_degree=2",),
+    "pipeline": ("--parallelism.pipeline_parallel_degree=2",),
+}
+PAIRS = [f"{a}+{b}" for a, b in combinations(PARALLELISMS, 2)]
+COMMON = (
+    "--training.steps=3",
+    "--mics.partition_size=none",
+    "--parallelism.data_parallel_replicate_degree=2",
+)
+
+
+def options(names: str, *, num_micro_steps: int = 2, batch: int = 2) -> list[str]:
+    """The small run with the parallelisms of "tensor+expert" on 8 ranks."""
+    chosen = names.split("+")
+    made = [*COMMON, *(option for name in chosen for option in PARALLELISMS.get(name, ()))]
+    # Experts are spread over the ranks that there are; the others leave half of them to read text.
+    readers = 8 // 2 ** len(set(chosen) & {"tensor", "context", "pipeline"})
+    batch = batch if "pipeline" in chosen else 1
+    made.append(f"--training.local_batch_size={batch}")
+    made.append(f"--training.global_batch_size={readers * batch * num_micro_steps}")
+    if "expert" in chosen:
+        made += ["--model.name=train.tiny_experts", "--model.flavor=qwen3"]
+    return [*made, "--model.n_layers=2"]
+
+
+def with_node_local_backward(config: Trainer.Config, layout: Layout) -> MicsTrainer:
+    return ours(config, layout, Mics(node_local_backward=True))
+
+
+def with_optimizer_over_replicas(config: Trainer.Config, layout: Layout) -> MicsTrainer:
+    sliced = SlicedOptimizers.Config(
+        param_groups=config.optimizer.param_groups, implementation=config.optimizer.implementation
+    )
+    return ours(replace(config, optimizer=sliced), layout)
+
+
+def equal(folder: Path, *overrides: str, by: Maker = ours) -> None:
+    """The law: the same losses and norms, by torchtitan's own trainer and by ours."""
+    expected, got = (
+        # In worlds of their own: torchtitan keeps the meshes of spmd_types for the whole process.
+        trained_by(make, folder, *overrides, world_size=8)
+        for make in (torchtitans, by)
+    )
+    assert len(got.losses) == 3
+    assert got.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert got.norms == pytest.approx(expected.norms, rel=1e-4)
+    assert got.losses[-1] < got.losses[0]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", PARALLELISMS)
+def test_alone(tmp_path: Path, name: str) -> None:
+    equal(tmp_path, *options(name))
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(NEW, reason="pairs run on one torch in CI; `-m matrix` has them on both")
+@pytest.mark.parametrize("names", PAIRS)
+def test_in_pairs(tmp_path: Path, names: str) -> None:
+    equal(tmp_path, *options(names))
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("names", [*PARALLELISMS, *PAIRS])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends(tmp_path: Path, backend: str, names: str) -> None:
+    equal(tmp_path, *options(names), f"--parallelism.spmd_backend={backend}")
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("names", PARALLELISMS)
+def test_node_local_backward(tmp_path: Path, names: str) -> None:
+    equal(tmp_path, *options(names), by=with_node_local_backward)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("names", PARALLELISMS)
+def test_optimizer_states_over_the_replicas(tmp_path: Path, names: str) -> None:
+    equal(tmp_path, *options(names), by=with_optimizer_over_replicas)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules(tmp_path: Path, schedule: str) -> None:
+    made = [*options("pipeline", batch=4), "--model.n_layers=4"]
+    equal(tmp_path, *made, f"--parallelism.pipeline_parallel_schedule={schedule}")
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("names", ["data", "expert"])
+def test_models(tmp_path: Path, model: str, names: str) -> None:
+    """The debug flavors as they are, but for the number of blocks."""
+    name, flavor = model.split(".")
+    if names == "expert" and model in ("llama3.debugmodel", "qwen3.debugmodel"):
+        pytest.skip("no experts")
+    chosen = [f"--model.name={name}", f"--model.flavor={flavor}"]
+    equal(tmp_path, *options(names, num_micro_steps=1), *chosen)
