@@ -82,13 +82,13 @@ def equal(folder: Path, *overrides: str, by: Maker = ours) -> None:
     assert got.losses[-1] < got.losses[0]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PARALLELISMS)
 def test_alone(tmp_path: Path, name: str) -> None:
     equal(tmp_path, *options(name))
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(NEW, reason="pairs run on one torch in CI; `-m matrix` has them on both")
 @pytest.mark.parametrize("names", PAIRS)
 def test_in_pairs(tmp_path: Path, names: str) -> None:
@@ -96,7 +96,7 @@ def test_in_pairs(tmp_path: Path, names: str) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("names", [*PARALLELISMS, *PAIRS])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends(tmp_path: Path, backend: str, names: str) -> None:
@@ -104,21 +104,21 @@ def test_backends(tmp_path: Path, backend: str, names: str) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("names", PARALLELISMS)
 def test_node_local_backward(tmp_path: Path, names: str) -> None:
     equal(tmp_path, *options(names), by=with_node_local_backward)
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("names", PARALLELISMS)
 def test_optimizer_states_over_the_replicas(tmp_path: Path, names: str) -> None:
     equal(tmp_path, *options(names), by=with_optimizer_over_replicas)
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules(tmp_path: Path, schedule: str) -> None:
     made = [*options("pipeline", batch=4), "--model.n_layers=4"]
