@@ -31,6 +31,7 @@ def weights(trainer: MicsTrainer) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.matrix  # until it has been seen to pass
 @pytest.mark.parametrize("model", MODELS)
 @ranks(4, timeout_s=150)
 def test_what_goes_out_comes_in(tmp_path: Path, model: str) -> None:
