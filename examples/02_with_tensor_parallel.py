@@ -20,11 +20,11 @@ topology = mics.Topology.uniform(world_size=8, ranks_per_node=4)
 layout = mics.Layout(topology=topology, partition_size=2, tensor_parallel_size=2)
 mesh = mics.init_mesh(layout, device_type="cpu")
 
-mlps = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU()) for _ in range(3)]
+mlps = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]
 model = nn.Sequential(nn.Embedding(256, 64), *mlps, nn.Linear(64, 256))
 for mlp in mlps:
-    mlp.append(nn.Linear(256, 64))
-    plan = {"1": ColwiseParallel(), "3": RowwiseParallel()}  # "0", the LayerNorm, stays outside
+    mlp.append(nn.LayerNorm(64))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}  # "3", the LayerNorm, stays outside
     parallelize_module(mlp, mesh["tp"], plan)
 for layer in model:
     fully_shard(layer, mesh=mesh["replicate", "shard"])

@@ -46,6 +46,7 @@ def test_gradients_cross_the_replicas_once_a_step(plain: Run, mics: Run) -> None
     assert len(ours) == 2 * NUM_STEPS
 
 
+@pytest.mark.matrix  # until it has been seen to pass
 @pytest.mark.timeout(300)
 def test_with_tensor_parallel_the_losses_are_those_of_one_process() -> None:
     run = run_example("02_with_tensor_parallel.py")
@@ -57,10 +58,10 @@ def test_with_tensor_parallel_the_losses_are_those_of_one_process() -> None:
 def in_one_process(num_steps: int) -> list[float]:
     """What example 02 trains, by torch alone: the text of its 4 readers, 2 micro-steps each."""
     torch.manual_seed(0)
-    mlps = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU()) for _ in range(3)]
+    mlps = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]
     model = nn.Sequential(nn.Embedding(256, 64), *mlps, nn.Linear(64, 256))
     for mlp in mlps:
-        mlp.append(nn.Linear(256, 64))
+        mlp.append(nn.LayerNorm(64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     readers = [torch.Generator().manual_seed(reader) for reader in range(4)]
     losses, clipped = [], 0
