@@ -46,7 +46,6 @@ def test_gradients_cross_the_replicas_once_a_step(plain: Run, mics: Run) -> None
     assert len(ours) == 2 * NUM_STEPS
 
 
-@pytest.mark.matrix  # until it has been seen to pass
 @pytest.mark.timeout(300)
 def test_with_tensor_parallel_the_losses_are_those_of_one_process() -> None:
     run = run_example("02_with_tensor_parallel.py")
