@@ -5,29 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from convert.deepspeed_models import Odd
 from convert.fixtures import FIXTURES, expected
 from harness.ranks import ranks
 from harness.sharded import mesh_of
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from mics_dtensor import gradient_accumulation
+from mics_dtensor.checkpoint.checkpoints import Checkpoints
 from mics_dtensor.checkpoint.convert.resumable import Target, write_resumable
 from mics_dtensor.checkpoint.convert.zero_checkpoint import ZeroCheckpoint
 
 CASE = "zero3_fp32_4"  # tied weights, two groups of the optimizer, sizes that nothing divides
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def adam(model: Odd) -> torch.optim.AdamW:
@@ -56,16 +47,14 @@ def one_process() -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def check(path: Path, replicate: int, partition: int) -> None:
+def check(folder: Path, replicate: int, partition: int) -> None:
     model = Odd()
     fully_shard(model, mesh=mesh_of(replicate, partition)["replicate", "shard"])
     optimizer = adam(model)
-    state = get_model_state_dict(model)
-    state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=FLAT)
-    dcp.load(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
-    flat = state.pop("optimizer")
-    set_model_state_dict(model, state)
-    set_optimizer_state_dict(model, optimizer, flat, options=FLAT)
+    with Checkpoints(folder, model=model, optimizer=optimizer) as checkpoints:
+        manifest = checkpoints.resume()
+    assert manifest is not None
+    assert (manifest.step, manifest.versions["deepspeed"]) == (3, "0.19.8")
     assert int(model.seen) == 6
     wanted = expected(CASE)
     for name, parameter in model.named_parameters():
@@ -90,4 +79,4 @@ def test_the_next_step_is_that_of_one_process(tmp_path: Path) -> None:
         write_resumable(ZeroCheckpoint.open(FIXTURES / CASE), tmp_path / "step-3", Target())
     torch.distributed.barrier()
     for replicate, partition in ((2, 2), (1, 4), (4, 1)):
-        check(tmp_path / "step-3", replicate, partition)
+        check(tmp_path, replicate, partition)

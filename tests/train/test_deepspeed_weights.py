@@ -115,9 +115,10 @@ def test_another_model_is_named_before_anything_is_written(
     told = said("deepspeed", other, str(out), "--config-file", run)
     assert "the checkpoint is not of tiny_llama debugmodel: it lacks layers.0.attention" in told
     assert "of another shape are norm.weight [7], not [16]" in told
-    assert "the checkpoint is not of llama3 debugmodel" in said(
-        "deepspeed", str(FIXTURES / CASE), str(out), "--config-file", run, "--model.name=llama3"
-    )
+    words = ("deepspeed", str(FIXTURES / CASE), str(out), "--config-file", run)
+    told = said(*words, "--model.name=llama3")
+    assert "the checkpoint is not of llama3 debugmodel: it lacks model.layers.2" in told
+    assert "of another shape are lm_head.weight [96, 16], not [2048, 256]" in told
 
 
 def config(name: str) -> RunConfig:

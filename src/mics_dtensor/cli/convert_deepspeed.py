@@ -77,6 +77,8 @@ def _target(found: ZeroCheckpoint, argv: Sequence[str]) -> Target:
     config = load(argv).config
     weights = RunWeights(config)
     own = weights.are_named(found.model())
+    if not own:
+        weights.check_hf({name: its.shape for name, its in found.model().items()})
     implementation = config.optimizer.implementation
     return Target(
         translation=None if own else weights.from_hf,

@@ -82,6 +82,13 @@ class RunWeights:
         if words := difference(found, wanted):
             raise CheckpointError(f"the checkpoint is not of {self.label}: {words}")
 
+    def check_hf(self, shapes: Mapping[str, Any]) -> None:
+        """The same in Hugging Face's names, before an adapter is asked to take them apart."""
+        wanted = {name: tuple(its.shape) for name, its in self.to_hf(self._meta()).items()}
+        found = {name: tuple(shape) for name, shape in shapes.items() if name in wanted}
+        if words := difference(found, wanted):
+            raise CheckpointError(f"the checkpoint is not of {self.label}: {words}")
+
     def _meta(self) -> Tensors:
         return {n: torch.empty(shape, device="meta") for n, shape in self.shapes.items()}
 
