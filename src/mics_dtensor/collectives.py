@@ -22,6 +22,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from mics_dtensor.gloo import cut, gather_on_gloo, reduce_on_gloo
 from mics_dtensor.mesh import Stages, ranks_of
 from mics_dtensor.stage import StageWork, stage
 from mics_dtensor.upstream import AllGather, ReduceScatter, all_gather, coalescing, reduce_scatter
@@ -47,7 +48,8 @@ class HierarchicalAllGather(_OverStages, AllGather):
     1. across_nodes: each rank exchanges its shard with its peers at the same place in the other
        nodes; it then holds one shard of each node.
     2. within_node: per node, the local ranks exchange those shards. Each block lands at its final
-       place, so nothing is re-ordered. One launch on NCCL, block by block on gloo.
+       place, so nothing is re-ordered. One launch on NCCL; on gloo (gloo.py) the blocks come one by
+       one, the node's own while the first stage is under way.
 
     Of any dtype: the stages move bytes. `unit` names the FSDP unit in errors and traces. A group of
     other ranks (integer reshard_after_forward gathers over a smaller one) takes the flat path.
@@ -65,6 +67,14 @@ class HierarchicalAllGather(_OverStages, AllGather):
             with stage("gather", self.unit, group):
                 work = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
             return _named(work, ("gather", self.unit, group))
+        if _is_gloo(group):
+            return gather_on_gloo(
+                output_tensor,
+                input_tensor,
+                stages=self.stages,
+                unit=self.unit,
+                async_op=async_op,
+            )
         with _own_stream(input_tensor.device, wanted=async_op):
             return self._gather(output_tensor, input_tensor, async_op=async_op)
 
@@ -73,22 +83,14 @@ class HierarchicalAllGather(_OverStages, AllGather):
     ) -> dist.Work | None:
         num_nodes = self.stages.num_nodes
         staged = input_tensor.new_empty(num_nodes * input_tensor.numel())  # [node, shard]
-        with stage("gather between nodes", self.unit, self.stages.across_nodes):
-            all_gather(staged, input_tensor, group=self.stages.across_nodes)  # slow: n - 1 shards
+        with stage("gather between nodes", self.unit, self.stages.across_nodes) as across_nodes:
+            all_gather(staged, input_tensor, group=across_nodes)  # slow link: n - 1 shards in
         second = ("gather within the node", self.unit, self.stages.within_node)
-        with stage(*second) as within_node:
-            blocks = zip(_cut(output_tensor, num_nodes), _cut(staged, num_nodes), strict=True)
-            if not _is_gloo(within_node):
-                with coalescing(within_node, async_op=async_op) as launched:
-                    for block, shard in blocks:
-                        all_gather(block, shard, group=within_node, async_op=async_op)
-                work = launched.works[-1] if async_op else None
-            else:
-                *first, last = blocks  # each [local, shard] of one node, over the fast link
-                for block, shard in first:
-                    all_gather(block, shard, group=within_node)
-                work = all_gather(*last, group=within_node, async_op=async_op)
-        return _named(work, second, staged)
+        blocks = zip(cut(output_tensor, num_nodes), cut(staged, num_nodes), strict=True)
+        with stage(*second) as within_node, coalescing(within_node, async_op=async_op) as launched:
+            for block, shard in blocks:  # each [local, shard] of one node, over the fast link
+                all_gather(block, shard, group=within_node, async_op=async_op)
+        return _named(launched.works[-1] if async_op else None, second, staged)
 
 
 class HierarchicalReduceScatter(_OverStages, ReduceScatter):
@@ -99,8 +101,7 @@ class HierarchicalReduceScatter(_OverStages, ReduceScatter):
     2. across_nodes: each rank keeps its own shard, summed over the nodes.
 
     Scales exactly once: AVG in both stages, or PREMUL_SUM in the first and SUM in the second. On
-    gloo the second stage is an all-to-all and a local sum in fp32: gloo's own reduce-scatter moves
-    the bytes of an all-reduce.
+    gloo (gloo.py) what other nodes wait for goes first, and sums are ours, in fp32.
     """
 
     def __call__(
@@ -118,6 +119,15 @@ class HierarchicalReduceScatter(_OverStages, ReduceScatter):
                     output_tensor, input_tensor, group=group, op=op, async_op=async_op
                 )
             return _named(work, ("reduce", self.unit, group))
+        if _is_gloo(group):
+            return reduce_on_gloo(
+                output_tensor,
+                input_tensor,
+                op,
+                stages=self.stages,
+                unit=self.unit,
+                async_op=async_op,
+            )
         with _own_stream(input_tensor.device, wanted=async_op):
             return self._reduce(output_tensor, input_tensor, op, async_op=async_op)
 
@@ -131,36 +141,18 @@ class HierarchicalReduceScatter(_OverStages, ReduceScatter):
     ) -> dist.Work | None:
         num_nodes = self.stages.num_nodes
         staged = output_tensor.new_empty(num_nodes * output_tensor.numel())  # [node, shard]
-        with stage("reduce within the node", self.unit, self.stages.within_node) as within_node:
-            blocks = zip(_cut(staged, num_nodes), _cut(input_tensor, num_nodes), strict=True)
-            if not _is_gloo(within_node):
-                with coalescing(within_node, async_op=False):
-                    for shard, block in blocks:
-                        reduce_scatter(shard, block, group=within_node, op=op)
-            else:
-                for shard, block in blocks:  # from [local, shard] of one node, over the fast link
-                    reduce_scatter(shard, block, group=within_node, op=op)
-        once_more = dist.ReduceOp.SUM if op == dist.ReduceOp.PREMUL_SUM else op
+        blocks = zip(cut(staged, num_nodes), cut(input_tensor, num_nodes), strict=True)
+        first = ("reduce within the node", self.unit, self.stages.within_node)
+        with stage(*first) as within_node, coalescing(within_node, async_op=False):
+            for shard, block in blocks:  # from [local, shard] of one node, over the fast link
+                reduce_scatter(shard, block, group=within_node, op=op)
         second = ("reduce between nodes", self.unit, self.stages.across_nodes)
-        with stage(*second) as across_nodes:
-            if not _is_gloo(across_nodes):
-                work = reduce_scatter(
-                    output_tensor, staged, group=across_nodes, op=once_more, async_op=async_op
-                )
-            else:
-                received = torch.empty_like(staged)  # [node, shard]: mine, from every node
-                dist.all_to_all_single(received, staged, group=across_nodes)  # slow: n - 1 shards
-                by_node = received.view(num_nodes, output_tensor.numel())
-                total = by_node.sum(dim=0, dtype=_sum_dtype(staged.dtype))
-                output_tensor.copy_(total / num_nodes if once_more == dist.ReduceOp.AVG else total)
-                # The sum is done; a caller who asked for a Work has to be given one.
-                work = dist.barrier(group=across_nodes, async_op=True) if async_op else None
+        once_more = dist.ReduceOp.SUM if op == dist.ReduceOp.PREMUL_SUM else op
+        with stage(*second) as across_nodes:  # slow link: n - 1 shards out
+            work = reduce_scatter(
+                output_tensor, staged, group=across_nodes, op=once_more, async_op=async_op
+            )
         return _named(work, second, staged)
-
-
-def _cut(flat: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, ...]:
-    """The blocks of the nodes, in order; chunk() would make one of an empty tensor's two."""
-    return flat.view(num_nodes, flat.numel() // num_nodes).unbind()
 
 
 def _named(
@@ -176,10 +168,6 @@ def _same_ranks(group: dist.ProcessGroup, stages: Stages) -> bool:
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == dist.Backend.GLOO
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 @contextmanager

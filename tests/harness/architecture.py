@@ -13,6 +13,7 @@ ORDER = (
     ("topology",),
     ("layout",),
     ("plan", "mesh", "stage"),
+    ("gloo",),
     ("collectives",),
     ("slices",),
     ("gradient", "agreement", "slots"),

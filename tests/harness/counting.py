@@ -37,8 +37,6 @@ EAGER = {
     "gather_": ("gather", 1, 2),  # what this rank gives
     "scatter_": ("scatter", 0, 2),  # what this rank gets
     "send": ("send", 0, 1),
-    "recv_": ("recv", 0, 1),
-    "recv_any_source_": ("recv", 0, 1),
 }
 # operator of _c10d_functional: (kind, message); the name of the group is the last string
 FUNCTIONAL = {
@@ -56,7 +54,8 @@ FUNCTIONAL = {
     "broadcast": ("broadcast", 0),
     "broadcast_": ("broadcast", 0),
 }
-NO_MESSAGE = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
+# A message is counted where it is sent.
+NO_MESSAGE = {"recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
 BARRIERS = {"barrier", "monitored_barrier_"}
 
 

@@ -8,7 +8,16 @@ from mics_dtensor.train.config import config_keys
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-MECHANISM = ("collectives", "apply", "accumulate", "boundary", "bucket", "gradient", "agreement")
+MECHANISM = (
+    "collectives",
+    "gloo",
+    "apply",
+    "accumulate",
+    "boundary",
+    "bucket",
+    "gradient",
+    "agreement",
+)
 
 
 def test_the_length_of_the_mechanism() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from mics_dtensor.layout import GroupShape
 from mics_dtensor.plan.stage import Collective, Stage, edges, split
@@ -45,12 +46,14 @@ def sliced_hop(
     yield _half(
         unit,
         "boundary: within the node",
-        "reduce_scatter",
+        reduce,
         within,
         nodes * total_bytes,
         nodes * before,
     )
-    yield _half(unit, "boundary: between nodes", reduce, across, total_bytes, before)
+    between = _half(unit, "boundary: between nodes", "reduce_scatter", across, total_bytes, before)
+    peers = across.size - 1  # on gloo a message to each
+    yield replace(between, collective="send", calls=before * peers) if on_gloo else between
     yield _half(unit, "gather of slices between nodes", "all_gather", across, updated_bytes, after)
     yield _half(
         unit,

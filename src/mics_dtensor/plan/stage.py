@@ -7,7 +7,7 @@ from typing import Literal
 
 from mics_dtensor.layout import GroupShape
 
-Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
+Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "send", "all_reduce"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,12 +162,13 @@ def _reduce(unit: Unit, options: Options) -> Iterator[Stage]:
     else:
         across, within = split(unit.shard)
         into = times * unit.shard.num_nodes
-        between: Collective = "all_to_all" if options.backend == "gloo" else "reduce_scatter"
-        inside = _ring(unit, "reduce within the node", "reduce_scatter", within, shard_bytes, into)
-        stages += [
-            replace(inside, blocks=unit.shard.num_nodes),
-            _ring(unit, "reduce between nodes", between, across, shard_bytes, times),
-        ]
+        on_gloo = options.backend == "gloo"
+        kind: Collective = "all_to_all" if on_gloo else "reduce_scatter"
+        inside = _ring(unit, "reduce within the node", kind, within, shard_bytes, into)
+        between = _ring(unit, "reduce between nodes", "reduce_scatter", across, shard_bytes, times)
+        if on_gloo:  # a message to each peer, while the next block is reduced
+            between = replace(between, collective="send", calls=times * (across.size - 1))
+        stages += [replace(inside, blocks=unit.shard.num_nodes), between]
     for stage in stages:
         yield replace(stage, calls=stage.calls * unit.reduces)
 
