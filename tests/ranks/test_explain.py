@@ -53,6 +53,10 @@ def sent_bytes(counted: Collectives, topology: Topology) -> tuple[int, int]:
     for call in counted.calls:
         size = len(call.ranks)
         nodes = len({topology.node_of(rank) for rank in call.ranks})
+        if call.kind == "send":  # to a rank at this place in another node
+            assert nodes == size
+            between += call.message_bytes
+            continue
         edges_between = nodes if nodes > 1 else 0
         edges_inside = (size if size > 1 else 0) - edges_between
         twice = 2 if call.kind == "all_reduce" else 1
