@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mics_dtensor.topology import Topology
+
 RESULT = -1  # the message is what the operator returns
 
 # operator of c10d: (kind, the argument that is the whole message, the argument that is the group)
@@ -133,6 +135,30 @@ def count_collectives() -> Iterator[Collectives]:
     counted = Collectives()
     with _CountingMode(counted):
         yield counted
+
+
+def sent_bytes(counted: Collectives, topology: Topology) -> tuple[int, int]:
+    """Out of all nodes, and inside nodes: what the best algorithm sends for what was called.
+
+    From the counted messages alone: a ring of n ranks takes (n - 1)/n of a message over each edge.
+    """
+    between = inside = 0.0
+    for call in counted.calls:
+        size = len(call.ranks)
+        nodes = len({topology.node_of(rank) for rank in call.ranks})
+        if call.kind == "send":  # to a rank at this place in another node
+            assert nodes == size
+            between += call.message_bytes
+            continue
+        edges_between = nodes if nodes > 1 else 0
+        edges_inside = (size if size > 1 else 0) - edges_between
+        twice = 2 if call.kind == "all_reduce" else 1
+        per_edge = twice * call.message_bytes * (size - 1) / size
+        between += edges_between * per_edge / size  # reported by each of its ranks
+        inside += edges_inside * per_edge / size
+    both = torch.tensor([between, inside], dtype=torch.float64)
+    dist.all_reduce(both)
+    return round(both[0].item()), round(both[1].item())
 
 
 class _CountingMode(TorchDispatchMode):

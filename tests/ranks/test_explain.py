@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from harness.counting import Collectives, count_collectives
+from harness.counting import Collectives, count_collectives, sent_bytes
 from harness.ranks import ranks
 from harness.sharded import Stack, batch, mesh_of, shard, stack
 from torch import nn
@@ -42,30 +42,6 @@ def counted_step(model: nn.Module, num_micro_steps: int, **options: int) -> Iter
         if not first:
             yield counted
         model.zero_grad()
-
-
-def sent_bytes(counted: Collectives, topology: Topology) -> tuple[int, int]:
-    """Out of all nodes, and inside nodes: what the best algorithm sends for what was called.
-
-    From the counted messages alone: a ring of n ranks takes (n - 1)/n of a message over each edge.
-    """
-    between = inside = 0.0
-    for call in counted.calls:
-        size = len(call.ranks)
-        nodes = len({topology.node_of(rank) for rank in call.ranks})
-        if call.kind == "send":  # to a rank at this place in another node
-            assert nodes == size
-            between += call.message_bytes
-            continue
-        edges_between = nodes if nodes > 1 else 0
-        edges_inside = (size if size > 1 else 0) - edges_between
-        twice = 2 if call.kind == "all_reduce" else 1
-        per_edge = twice * call.message_bytes * (size - 1) / size
-        between += edges_between * per_edge / size  # reported by each of its ranks
-        inside += edges_inside * per_edge / size
-    both = torch.tensor([between, inside], dtype=torch.float64)
-    dist.all_reduce(both)
-    return round(both[0].item()), round(both[1].item())
 
 
 def expect_as_explained(model: nn.Module, topology: Topology, num_micro_steps: int) -> Comparison:

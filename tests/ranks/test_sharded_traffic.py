@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness.counting import Collectives, count_collectives
+from harness.counting import Collectives, count_collectives, sent_bytes
 from harness.ranks import ranks
 from harness.sharded import batch, mesh_of, shard, stack
 from torch import nn
@@ -30,20 +30,6 @@ def counted_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Collecti
             optimizer.step()
         optimizer.zero_grad()
     return counted
-
-
-def sent_bytes(counted: Collectives, topology: Topology) -> tuple[int, int]:
-    """Out of all nodes, and inside nodes, from the counted messages alone."""
-    both = torch.zeros(2, dtype=torch.float64)
-    for call in counted.calls:
-        size = len(call.ranks)
-        nodes = len({topology.node_of(rank) for rank in call.ranks})
-        edges = torch.tensor([nodes if nodes > 1 else 0, 0], dtype=torch.float64)
-        edges[1] = (size if size > 1 else 0) - edges[0]
-        twice = 2 if call.kind == "all_reduce" else 1
-        both += edges * twice * call.message_bytes * (size - 1) / size / size
-    dist.all_reduce(both)
-    return round(both[0].item()), round(both[1].item())
 
 
 def boundary_bytes(told: Comparison) -> int:
