@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mics_dtensor.collectives import HierarchicalAllGather, HierarchicalReduceScatter
+from mics_dtensor.errors import PlanError
 from mics_dtensor.measure.clock import calls_at_once, of_the_slowest, own_seconds
 from mics_dtensor.measure.groups import Candidate
 from mics_dtensor.plan.stage import Collective
@@ -86,6 +87,8 @@ def _plain(kind: Collective, group: dist.ProcessGroup) -> Call:
             return lambda whole, _: dist.all_to_all_single(
                 torch.empty_like(whole), whole, group=group
             )
+        case "send":
+            raise PlanError("a message to one rank is not timed by itself: time an all_to_all")
 
 
 def _timing(
