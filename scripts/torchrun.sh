@@ -10,6 +10,10 @@
 # ranks do, agree on a step, save a checkpoint and leave, and torchrun ends with their status.
 set -uo pipefail
 
+# Ranks that are started again (--max-restarts) get a store of their own. In the one that torchrun
+# shares between attempts they find the addresses of those that are gone, and gloo waits for these.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
 # A process group of its own: neither a terminal's Ctrl-C nor a signal to the group of this shell
 # reaches torchrun twice.
 set -m
