@@ -46,8 +46,8 @@ def in_ci(names: list[str]) -> list[Any]:
     return [pytest.param(n, marks=marked) if "+" in n and "expert" in n else n for n in names]
 
 
-# A rounding that sends a token to another expert changes the norm by parts in a thousand. At the rate
-# of the small run that happens in step 3; with steps this small the two stay together.
+# A rounding that sends a token to another expert changes the norm by parts in a thousand. At the
+# rate of the small run that happens in step 3; with steps this small the two stay together.
 SMALL_STEPS = "--optimizer.lr=1e-5"
 COMMON = (
     "--training.steps=3",
