@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 
 from mics_dtensor.checkpoint.placement import OPTIMIZER
 from mics_dtensor.errors import CheckpointError
@@ -71,26 +70,8 @@ class States:
 
 def held_on_cpu(state: State) -> State:
     """A copy in host memory that later steps do not change. No communication."""
-    staged: State = BlockingAsyncStager().stage(_from_the_start_of_their_storage(state))
+    staged: State = BlockingAsyncStager().stage(state)
     return staged
-
-
-def _from_the_start_of_their_storage(value: Any) -> Any:
-    """Torch cannot copy a DTensor whose shard starts further on, as those of slices do."""
-    if isinstance(value, dict):
-        return {key: _from_the_start_of_their_storage(its) for key, its in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_from_the_start_of_their_storage(its) for its in value)
-    if not isinstance(value, DTensor) or not value.to_local().storage_offset():
-        return value
-    return DTensor.from_local(
-        value.to_local().clone(),
-        value.device_mesh,
-        value.placements,
-        run_check=False,
-        shape=value.shape,
-        stride=value.stride(),
-    )
 
 
 def replication_groups(parts: Iterable[nn.Module]) -> list[dist.ProcessGroup]:

@@ -44,11 +44,22 @@ def lay_end_to_end(params: Sequence[ShardedParameter], *, least_numel: int) -> t
         pin_memory=bool(kept[0].is_pinned()),
     )
     for param, local, start, end in zip(params, locals_, starts, padded, strict=False):
-        view = room[start : start + local.numel()]
+        kept_here = _from_its_own_start(room, start, end)
+        view = kept_here[: local.numel()]
         view.copy_(local.detach().reshape(-1))
-        param.fsdp._sharded_param_data = room[start:end]
+        param.fsdp._sharded_param_data = kept_here
         param.fsdp.sharded_param._local_tensor = view.view(local.shape)
     return room
+
+
+def _from_its_own_start(room: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """A part of `room`, of the same memory, whose storage starts with it.
+
+    Torch cannot copy a DTensor whose shard starts further on in its storage (copy.deepcopy, and
+    with it the asynchronous saving of DCP); and FSDP2 tells by the storage that a shard is its own.
+    """
+    storage = room.untyped_storage()[start * room.itemsize : end * room.itemsize]
+    return room.new_empty(0).set_(storage, 0, (end - start,), (1,))
 
 
 def lies_end_to_end(params: Sequence[ShardedParameter], room: torch.Tensor) -> bool:
