@@ -38,11 +38,8 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm = total_norm(parameters, norm_type=norm_type, foreach=foreach)
-    if error_if_nonfinite and not torch.isfinite(norm):
-        raise RuntimeError(
-            f"the total norm of order {norm_type} of the gradients is {norm.item()}, so it cannot "
-            "be clipped; pass error_if_nonfinite=False to clip by it anyway"
-        )
+    if error_if_nonfinite:
+        refuse_nonfinite(norm, norm_type=norm_type)
     clip_with_norm_(parameters, max_norm=max_norm, norm=norm, foreach=foreach)
     return norm
 
@@ -78,6 +75,34 @@ def total_norm(
         return zero
     whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return whole
+
+
+def norm_over(
+    groups: Iterable[dist.ProcessGroup], norm: torch.Tensor, *, norm_type: float
+) -> torch.Tensor:
+    """The norm of what the ranks of `groups` hold, each of which gives that of its own. Collective.
+
+    A scalar; nan where one of them has a nan.
+    """
+    if norm_type == inf:  # a maximum of nan and a number may be the number: it is told beside it
+        told = torch.stack([norm.nan_to_num(nan=0.0, posinf=inf), norm.isnan().to(norm)])
+        for group in groups:
+            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+        return torch.where(told[1] > 0, torch.nan, told[0])
+    powers = norm**norm_type
+    for group in groups:
+        dist.all_reduce(powers, group=group)
+    powered: torch.Tensor = powers ** (1.0 / norm_type)
+    return powered
+
+
+def refuse_nonfinite(norm: torch.Tensor, *, norm_type: float) -> None:
+    """Raise RuntimeError for a total norm by which nothing can be clipped. No communication."""
+    if not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {norm.item()}, so it cannot "
+            "be clipped; pass error_if_nonfinite=False to clip by it anyway"
+        )
 
 
 def clip_with_norm_(
@@ -142,8 +167,4 @@ def _reduced_norm(
     reduce_over = [axis for axis in sharded if mesh is not None and mesh.size(axis) > 1]
     if mesh is None or not reduce_over:
         return norm
-    norm = norm if norm_type == inf else norm**norm_type
-    for axis in reduce_over:
-        op = dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM
-        dist.all_reduce(norm, op=op, group=mesh.get_group(axis))
-    return norm if norm_type == inf else norm ** (1.0 / norm_type)
+    return norm_over([mesh.get_group(axis) for axis in reduce_over], norm, norm_type=norm_type)

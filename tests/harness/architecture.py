@@ -10,7 +10,7 @@ PACKAGE = "mics_dtensor"
 # A file imports only from lines above its own; siblings inside one package excepted.
 ORDER = (
     ("errors", "upstream"),
-    ("topology",),
+    ("topology", "world"),
     ("layout",),
     ("plan", "mesh", "stage"),
     ("gloo",),

@@ -1,7 +1,7 @@
 """The norm is that of one process, whatever meshes the parameters are on."""
 
 from itertools import product
-from math import inf
+from math import inf, nan
 
 import pytest
 import torch
@@ -80,12 +80,12 @@ def test_gradients_that_are_not_finite() -> None:
     model(batch(0)).sum().backward()
     gradient = model.head.weight.grad.to_local()
     before = model.layers[0].linear.weight.grad.clone()
-    for bad in (inf, float("nan")):
-        if dist.get_rank() == 1:
-            gradient[0, 0] = bad
-        with pytest.raises(RuntimeError, match=r"total norm of order 2.0 of the gradients is"):
-            clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    for bad, rank, norm_type in product((inf, nan), (0, 1), (2.0, inf)):
+        gradient[0, 0] = bad if dist.get_rank() == rank else 0.0
+        with pytest.raises(RuntimeError, match=f"total norm of order {norm_type} .* is {bad}"):
+            clip_grad_norm_(model.parameters(), 1.0, norm_type, error_if_nonfinite=True)
         assert torch.equal(whole(before), whole(model.layers[0].linear.weight.grad))
+        assert not torch.isfinite(total_norm(model.parameters(), norm_type=norm_type))
     assert not torch.isfinite(clip_grad_norm_(model.parameters(), 1.0))
 
 

@@ -1,11 +1,10 @@
 from pathlib import Path
 
 import pytest
-from harness.ranks import ranks
 
-from mics_dtensor.errors import ConfigError, TopologyError
+from mics_dtensor.errors import ConfigError
 from mics_dtensor.train import launch
-from mics_dtensor.train.launch import Launch, agreed, say_and_stop
+from mics_dtensor.train.launch import Launch, say_and_stop
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 
@@ -20,34 +19,6 @@ def test_a_process_that_torchrun_did_not_start_is_told_how_to(name: str) -> None
     environ = {key: value for key, value in TORCHRUN.items() if key != name}
     with pytest.raises(ConfigError, match=f"'{name}' is not there; .*torchrun --nproc-per-node"):
         Launch.read(environ)
-
-
-@ranks(3)
-def test_what_no_rank_refuses_is_answered() -> None:
-    import torch.distributed as dist
-
-    assert agreed(lambda: dist.get_rank() * 10) == dist.get_rank() * 10
-
-
-@ranks(3)
-def test_what_one_rank_refuses_is_refused_on_every_rank() -> None:
-    import torch.distributed as dist
-
-    def question() -> None:
-        if dist.get_rank() == 1:
-            raise TopologyError("the file is not here")
-
-    with pytest.raises(TopologyError, match=r"^the file is not here \(on rank 1\)$"):
-        agreed(question)
-
-
-@ranks(3)
-def test_what_every_rank_refuses_names_no_rank() -> None:
-    def question() -> None:
-        raise ConfigError("no such file")
-
-    with pytest.raises(ConfigError, match=r"^no such file$"):
-        agreed(question)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,14 @@ from harness.ranks import ranks
 from mics_dtensor.errors import ConfigError
 
 pytest.importorskip("torchtitan")
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from train.small_run import configured, ours, torchtitans, train, trained_by
 
 from mics_dtensor.layout import Layout
 from mics_dtensor.topology import Topology
-from mics_dtensor.train.trainer import audit_groups
+from mics_dtensor.train.trainer import _clip, audit_groups
 from mics_dtensor.upstream import units_of
 
 
@@ -126,3 +129,19 @@ def test_cuda_graphs_are_refused_where_there_is_no_gpu(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="without a GPU; write disable_cuda_graphs = true"):
         ours(config, layout)
+
+
+@ranks(2)
+def test_a_norm_over_stages_that_is_not_finite() -> None:
+    """A pipeline's stages have one norm; one that cannot be clipped by is refused on all."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert _clip([parameter], 1e6, pp_mesh=mesh) == pytest.approx(50**0.5)
+    bad = torch.tensor([3.0, math.nan if dist.get_rank() else 4.0])
+    for norm_type in (2.0, math.inf):
+        parameter.grad = bad.clone()
+        with pytest.raises(RuntimeError, match=f"total norm of order {norm_type} of the gradients"):
+            _clip([parameter], 1.0, norm_type, True, pp_mesh=mesh)
+        assert torch.equal(parameter.grad.nan_to_num(), bad.nan_to_num())  # unchanged
+        assert not torch.isfinite(_clip([parameter], 1.0, norm_type, pp_mesh=mesh))

@@ -19,10 +19,10 @@ from mics_dtensor.checkpoint.manifest import Damaged, Manifest, versions
 from mics_dtensor.checkpoint.reading import Reader
 from mics_dtensor.checkpoint.states import States, device_of, held_on_cpu, replication_groups
 from mics_dtensor.checkpoint.transfer import Keeping, read, write
-from mics_dtensor.checkpoint.world import gathered, is_on_gpus
 from mics_dtensor.errors import CheckpointError
 from mics_dtensor.layout import Layout
 from mics_dtensor.mesh import background_group
+from mics_dtensor.world import gathered, is_on_gpus
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from torch.futures import Future
 
 from mics_dtensor.checkpoint.manifest import NAME, Manifest, check_hash, not_a_checkpoint
 from mics_dtensor.checkpoint.routing import Broadcast, Move, Part, Ranks, Route, routes
-from mics_dtensor.checkpoint.world import agreed, gathered, rank_here, told
 from mics_dtensor.errors import CheckpointError
 from mics_dtensor.mesh import ranks_of
+from mics_dtensor.world import agreed, gathered, rank_here, told
 
 READ_BYTES = 16 << 20
 Described = tuple[Manifest | None, Metadata]
@@ -63,7 +63,10 @@ class Reader(StorageReader):
         seen = gathered(_seen(path))
         first = next((rank for rank, stamp in enumerate(seen) if stamp), 0)
         self._sees = seen[rank_here()] is not None and seen[rank_here()] == seen[first]
-        said = agreed(lambda: _read(path, verify=verify) if rank_here() == first else None)
+        said = agreed(
+            lambda: _read(path, verify=verify) if rank_here() == first else None,
+            others_as=CheckpointError,
+        )
         self.manifest, self.metadata = cast("Described", told(said, source=first))
         self._files = {file.name: file for file in self.manifest.files} if self.manifest else {}
 
@@ -104,7 +107,11 @@ class Reader(StorageReader):
         wanted: dict[Part, list[ReadItem]] = {}
         for item in plan.items:
             wanted.setdefault(self._part(item), []).append(item)
-        held = Held(agreed(lambda: {name: self._read_file(name) for name in route.files}))
+        files = agreed(
+            lambda: {name: self._read_file(name) for name in route.files},
+            others_as=CheckpointError,
+        )
+        held = Held(files)
 
         def deliver(part: Part, data: torch.Tensor) -> None:
             for item in wanted.pop(part, []):

@@ -18,8 +18,8 @@ from mics_dtensor.checkpoint.manifest import Manifest
 from mics_dtensor.checkpoint.matching import MatchedPlanner
 from mics_dtensor.checkpoint.placement import PlacedPlanner, Placement, Writer
 from mics_dtensor.checkpoint.reading import Reader
-from mics_dtensor.checkpoint.world import rank_here, words_of
 from mics_dtensor.errors import CheckpointError, MicsError
+from mics_dtensor.world import rank_here, words_of
 
 State = dict[str, Any]
 

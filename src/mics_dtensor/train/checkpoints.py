@@ -26,10 +26,10 @@ from mics_dtensor.checkpoint.placement import Placement
 from mics_dtensor.checkpoint.reading import Reader
 from mics_dtensor.checkpoint.states import device_of, replication_groups
 from mics_dtensor.checkpoint.transfer import Keeping, read
-from mics_dtensor.checkpoint.world import agreed, gathered, rank_here
 from mics_dtensor.errors import CheckpointError
 from mics_dtensor.layout import Layout
 from mics_dtensor.train.lanes import LaneLoader
+from mics_dtensor.world import agreed, gathered, rank_here
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class WholeCheckpoints(CheckpointManager):
         partial = partial_of(path)
         is_first = rank_here() == 0
         about = self._about(path, state)
-        agreed(lambda: begin(path) if is_first else None)
+        agreed(lambda: begin(path) if is_first else None, others_as=CheckpointError)
         super().dcp_save(state, str(partial), AsyncMode.DISABLED, to_hf=True)
 
         def complete() -> None:
@@ -129,7 +129,7 @@ class WholeCheckpoints(CheckpointManager):
             commit(path, dataclasses.replace(about, files=files_of(partial, names)))
 
         gathered(None)  # every rank has written
-        agreed(lambda: complete() if is_first else None)
+        agreed(lambda: complete() if is_first else None, others_as=CheckpointError)
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool

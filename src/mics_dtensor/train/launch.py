@@ -1,4 +1,4 @@
-"""What the launcher told this process, and how the ranks agree to stop."""
+"""What the launcher told this process, and how a process ends that was refused."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
 from mics_dtensor.errors import ConfigError, MicsError
 
-Result = TypeVar("Result")
 Environ = MutableMapping[str, str]
 
 WAIT_FOR_RANK_0_S = 5.0
@@ -62,28 +60,6 @@ def configure_logging(*, rank: int, rank_of_loss: int = 0, environ: Environ | No
     init_logger()
     if str(rank) not in environ.setdefault("LOG_RANK", default).split(","):
         logging.getLogger().setLevel(logging.ERROR)
-
-
-def agreed(question: Callable[[], Result]) -> Result:
-    """The answer to `question` on this rank, if it has one on every rank.
-
-    Collective over the world. Raises the first rank's error on every rank, so that none goes on to
-    wait for one that stopped: a file may be missing on one node alone.
-    """
-    answer: list[Result] = []
-    error: MicsError | None = None
-    try:
-        answer.append(question())
-    except MicsError as raised:
-        error = raised
-    told: list[tuple[type[MicsError], str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, None if error is None else (type(error), str(error)))
-    for rank, refusal in enumerate(told):
-        if refusal is not None:
-            kind, words = refusal
-            everywhere = all(told)
-            raise kind(words if everywhere else f"{words} (on rank {rank})")
-    return answer[0]
 
 
 def say_and_stop(error: MicsError, *, rank: int, local_rank: int) -> int:

@@ -13,9 +13,10 @@ from mics_dtensor.errors import CheckpointError, ConfigError, ReplicaError, Topo
 from mics_dtensor.layout import Layout
 from mics_dtensor.topology import Topology
 from mics_dtensor.train.degrees import resolve
-from mics_dtensor.train.launch import Launch, agreed, configure_logging, say_and_stop
+from mics_dtensor.train.launch import Launch, configure_logging, say_and_stop
 from mics_dtensor.train.load import Run, load
 from mics_dtensor.train.pipeline import rank_of_loss
+from mics_dtensor.world import agreed
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer

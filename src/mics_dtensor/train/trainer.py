@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -21,7 +20,13 @@ from torchtitan.trainer import Trainer
 
 from mics_dtensor.accumulate import gradient_accumulation
 from mics_dtensor.apply import apply_mics, stage_groups
-from mics_dtensor.clip import clip_grad_norm_, clip_with_norm_, total_norm
+from mics_dtensor.clip import (
+    clip_grad_norm_,
+    clip_with_norm_,
+    norm_over,
+    refuse_nonfinite,
+    total_norm,
+)
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.explanation import explain
 from mics_dtensor.layout import Layout
@@ -31,10 +36,10 @@ from mics_dtensor.topology import Topology
 from mics_dtensor.train import checkpoints, device_shim
 from mics_dtensor.train.chunked_loss import HeadUnit
 from mics_dtensor.train.config import Mics
-from mics_dtensor.train.launch import agreed
 from mics_dtensor.train.metrics import Progress, Record, config_of
 from mics_dtensor.train.stopping import StopRequest
 from mics_dtensor.upstream import Unit, set_timeout, units_of
+from mics_dtensor.world import agreed
 
 logger = logging.getLogger(__name__)
 
@@ -260,10 +265,9 @@ def _clip(
     if pp_mesh is None:
         return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     norm = total_norm(parameters, norm_type=norm_type, foreach=foreach)
-    norm = norm if norm_type == math.inf else norm**norm_type
-    op = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
-    dist.all_reduce(norm, op=op, group=pp_mesh.get_group())
-    norm = norm if norm_type == math.inf else norm ** (1.0 / norm_type)
+    norm = norm_over([pp_mesh.get_group()], norm, norm_type=norm_type)
+    if error_if_nonfinite:
+        refuse_nonfinite(norm, norm_type=norm_type)
     clip_with_norm_(parameters, max_norm=max_norm, norm=norm, foreach=foreach)
     return norm
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other around a checkpoint; one process without a group is a world of one."""
+"""What all ranks tell each other; one process without a group is a world of one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from mics_dtensor.errors import CheckpointError, MicsError
+from mics_dtensor.errors import CommunicationError, MicsError
 
 Value = TypeVar("Value")
 
@@ -40,21 +40,32 @@ def told(value: Value, *, source: int) -> Value:
     return said[0]
 
 
-def agreed(question: Callable[[], Value]) -> Value:
-    """The answer of this rank, if every rank has one. Collective.
+def agreed(question: Callable[[], Value], *, others_as: type[MicsError] | None = None) -> Value:
+    """The answer to `question` on this rank, if every rank has one. Collective over the world.
 
-    Else the first rank's error, on every rank: none goes on to wait for one that has stopped.
+    Else an error on every rank, so that none goes on to wait for one that stopped: a file may be
+    missing on one node alone. A MicsError is the first rank's, which it names unless that is rank 0
+    or all have one. An error of another kind is told as an `others_as`; without, its rank raises
+    it, and the others a CommunicationError that names it.
     """
     answer: list[Value] = []
     error: Exception | None = None
+    refusal: tuple[type[MicsError], str] | None = None
     try:
         answer.append(question())
+    except MicsError as raised:
+        refusal = type(raised), str(raised)
     except Exception as raised:
         error = raised
-    kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
-    for said in gathered(None if error is None else (kind, words_of(error))):
-        if said is not None:
-            raise said[0](said[1])
+        said = words_of(raised)
+        refusal = (others_as, said) if others_as else (CommunicationError, f"a rank failed: {said}")
+    told = gathered(refusal)
+    if error is not None and others_as is None:
+        raise error
+    for rank, its in enumerate(told):
+        if its is not None:
+            kind, words = its
+            raise kind(words if rank == 0 or all(told) else f"{words} (on rank {rank})")
     return answer[0]
 
 
