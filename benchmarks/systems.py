@@ -35,6 +35,7 @@ class Recipe:
     over_all_ranks: bool = False  # plain FSDP2 on a one-axis mesh
     hierarchical: bool = False
     two_hop: bool = False  # False: FSDP2 all-reduces in every micro-step
+    node_local_backward: bool = False
     master_weights: MasterWeights | None = None  # optimizer states over the replicas
     param_dtype: torch.dtype | None = None  # in which parameters are gathered; sums are fp32
 
@@ -46,7 +47,7 @@ class Recipe:
         its: dict[str, object] = {
             "fully_shard": "mesh (replicate, shard)",
             "reshard_after_forward": True,
-            "apply_mics": {"hierarchical": self.hierarchical} if self._is_mics else None,
+            "apply_mics": self.options_of_mics if self._is_mics else None,
             "gradient_accumulation": self.two_hop,
         }
         if self.master_weights is not None:
@@ -54,6 +55,12 @@ class Recipe:
         if self.param_dtype is not None:
             its["param_dtype"] = str(self.param_dtype)
         return its
+
+    @property
+    def options_of_mics(self) -> dict[str, bool]:
+        """What `apply_mics` is told."""
+        local = {"node_local_backward": True} if self.node_local_backward else {}
+        return {"hierarchical": self.hierarchical, **local}
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
@@ -69,6 +76,7 @@ RECIPES = {
     "fsdp2": Recipe(over_all_ranks=True),
     "hsdp": Recipe(),
     "mics": Recipe(hierarchical=True, two_hop=True),
+    "mics-node-local": Recipe(hierarchical=True, two_hop=True, node_local_backward=True),
     "mics-no-hierarchy": Recipe(two_hop=True),
     "mics-no-2hop": Recipe(hierarchical=True),
     "mics-slices": Recipe(hierarchical=True, two_hop=True, master_weights="fp32"),
@@ -99,7 +107,7 @@ class Training:
         for module in (*workload.units(self.model), self.model):
             fully_shard(module, mesh=mesh, mp_policy=recipe.policy)
         if recipe.hierarchical or recipe.two_hop:
-            apply_mics(self.model, topology=topology, hierarchical=recipe.hierarchical)
+            apply_mics(self.model, topology=topology, **recipe.options_of_mics)
         if recipe.master_weights is None:
             self._optimizer = workload.optimizer(self.model)
         else:
