@@ -36,6 +36,7 @@ class Recipe:
     hierarchical: bool = False
     two_hop: bool = False  # False: FSDP2 all-reduces in every micro-step
     node_local_backward: bool = False
+    overlap_boundary: bool = False
     master_weights: MasterWeights | None = None  # optimizer states over the replicas
     param_dtype: torch.dtype | None = None  # in which parameters are gathered; sums are fp32
 
@@ -48,7 +49,7 @@ class Recipe:
             "fully_shard": "mesh (replicate, shard)",
             "reshard_after_forward": True,
             "apply_mics": self.options_of_mics if self._is_mics else None,
-            "gradient_accumulation": self.two_hop,
+            "gradient_accumulation": self.options_of_accumulation if self.two_hop else None,
         }
         if self.master_weights is not None:
             its["ReplicaShardedOptimizer"] = {"master_weights": self.master_weights}
@@ -61,6 +62,11 @@ class Recipe:
         """What `apply_mics` is told."""
         local = {"node_local_backward": True} if self.node_local_backward else {}
         return {"hierarchical": self.hierarchical, **local}
+
+    @property
+    def options_of_accumulation(self) -> dict[str, bool]:
+        """What `gradient_accumulation` is told beside the number of micro-steps."""
+        return {"overlap_boundary": True} if self.overlap_boundary else {}
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
@@ -77,6 +83,7 @@ RECIPES = {
     "hsdp": Recipe(),
     "mics": Recipe(hierarchical=True, two_hop=True),
     "mics-node-local": Recipe(hierarchical=True, two_hop=True, node_local_backward=True),
+    "mics-overlap": Recipe(hierarchical=True, two_hop=True, overlap_boundary=True),
     "mics-no-hierarchy": Recipe(two_hop=True),
     "mics-no-2hop": Recipe(hierarchical=True),
     "mics-slices": Recipe(hierarchical=True, two_hop=True, master_weights="fp32"),
@@ -129,7 +136,11 @@ class Training:
         """One optimizer step; the gradient norm before clipping."""
         two_hop = self._recipe.two_hop
         accumulation = (
-            gradient_accumulation(self.model, num_micro_steps=len(self._batches))
+            gradient_accumulation(
+                self.model,
+                num_micro_steps=len(self._batches),
+                **self._recipe.options_of_accumulation,
+            )
             if two_hop
             else nullcontext()
         )
