@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from mics_dtensor import gradient_accumulation
 from mics_dtensor.errors import CheckpointError
@@ -167,3 +169,50 @@ def test_saving_in_the_background_and_without_communication() -> None:
     other, its = made(4, 1)
     with pytest.raises(CheckpointError, match="another layout"):
         its.load_state_dict(states)
+
+
+class Feedforward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 18), nn.Linear(18, 9)
+        self.layers: list[nn.Module] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x))) * 1.0  # no view, which FSDP2 warns of
+
+
+def feedforward(*shape: int) -> tuple[nn.Module, Any]:
+    """With (replicate, shard, tp) its products are tensor parallel; with two sizes they are not."""
+    torch.manual_seed(0)
+    model = Feedforward()
+    mesh = mesh_of(*shape)
+    if len(shape) == 3:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+        mesh = mesh["replicate", "shard"]
+    fully_shard(model, mesh=mesh)
+    return model, ReplicaShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
+
+
+@ranks(8, timeout_s=110)
+def test_tensor_parallel_states_move_to_a_layout_without_it_and_back() -> None:
+    """Nine rows of a tensor-parallel part over two shards; the other layout has no such parts."""
+    for source, target in (((2, 2, 2), (4, 2)), ((4, 2), (2, 2, 2))):
+        model, optimizer = feedforward(*source)
+        train(model, optimizer, 0, 3)
+        path, right = save(model, optimizer), whole_states(model, optimizer)
+        other, its = feedforward(*target)
+        load(path, other, its)
+        back, backs = feedforward(*source)
+        load(save(other, its), back, backs)
+        for there, optimizer_there in ((other, its), (back, backs)):
+            found = whole_states(there, optimizer_there)
+            assert found.keys() == right.keys()
+            for name, state in right.items():
+                assert torch.equal(found[name], state), (source, target, name)
+            for mine, theirs in zip(there.parameters(), model.parameters(), strict=True):
+                assert torch.equal(whole(mine), whole(theirs)), (source, target)
+        for each, its_optimizer in ((model, optimizer), (other, its)):
+            train(each, its_optimizer, 3, 5)
+        for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+            assert torch.allclose(whole(mine), whole(theirs), rtol=1e-5, atol=1e-7)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.counting import count_collectives
+from harness.late import hold_back
 from harness.ranks import ranks
 from harness.sharded import batch, equal_over, mesh_of, shard, stack, whole
 from torch import nn
@@ -19,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from mics_dtensor import gradient_accumulation
 from mics_dtensor.replicas import check_replicas
 from mics_dtensor.sharded_states import ReplicaShardedOptimizer
-from mics_dtensor.slices import SlicesGathered
 from mics_dtensor.upstream import local_of, units_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -47,34 +47,6 @@ def backwards(model: nn.Module, step: int, **options: Any) -> list[float]:
 
 def locals_of(model: nn.Module) -> list[torch.Tensor]:
     return [local_of(p.detach()).clone() for p in model.parameters()]
-
-
-def hold_back(patch: pytest.MonkeyPatch) -> None:
-    """The messages' contents arrive only when they are waited for: the worst that can happen.
-
-    Until then the shards of the other replicas hold NaN.
-    """
-    start, wait = SlicesGathered.__init__, SlicesGathered.wait
-
-    def started(self: Any, slices: Any, *, group: Any, async_op: bool = False, **more: Any) -> None:
-        self.held = None
-        start(self, slices, group=group, async_op=False, **more)
-        if async_op:
-            wait(self)
-            shards = [its.param.local.view(-1) for its in slices]
-            self.held = [(its, at, at.clone()) for its, at in zip(slices, shards, strict=True)]
-            for its, at, _ in self.held:
-                first, last = its.mine
-                at[:first] = at[last:] = float("nan")
-
-    def waited(self: Any) -> None:
-        for _, at, right in self.held or []:
-            at.copy_(right)
-        if self.held is None:
-            wait(self)
-
-    patch.setattr(SlicesGathered, "__init__", started)
-    patch.setattr(SlicesGathered, "wait", waited)
 
 
 @ranks(4, timeout_s=110)

@@ -109,6 +109,7 @@ def test_lists_are_written_with_commas(write: Write) -> None:
         ("not toml", ["not TOML"]),
         ("[mics]\nmaster_weights = 'bf16'\n", ["mics.master_weights", "fp32", "sharded"]),
         ("[mics]\nmaster_weights = 'sharded'\n", ["optimizer_over_replicas = true"]),
+        ("[mics]\noverlap_update = true\n", ["overlap_update", "optimizer_over_replicas = true"]),
         (MASTERS + "[training]\ndtype = 'bfloat16'\n", ["training.dtype", "float32"]),
         (MASTERS + "[training]\nmixed_precision_param = 'float32'\n", ["mixed_precision_param"]),
         (MASTERS + "[checkpoint]\nlast_save_in_hf = true\n", ["last_save_in_hf", "pieces"]),

@@ -135,6 +135,7 @@ def plan_of(config: RunConfig, layout: Layout, micro_steps: int, *, backend: Any
         hierarchical=config.mics.hierarchical,
         two_hop=layout.num_replicas > 1,
         bucket_size_bytes=config.mics.bucket_size_bytes,
+        overlap_update=config.mics.overlap_update,
         backend=backend,
     )
     topology = layout.topology

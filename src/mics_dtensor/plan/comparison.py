@@ -81,10 +81,12 @@ class Comparison:
         if not any(unit.update_itemsize for unit in self.units):
             return told
         whole = replace(self, units=tuple(replace(u, update_itemsize=None) for u in self.units))
+        late = self.options.overlap_update
         return (
             f"{told}\n\noptimizer states over the replicas: {self.adam_bytes / 1e9:.3g} GB of "
             "weights, gradients and AdamW's states a rank; with whole ones "
             f"{whole.adam_bytes / 1e9:.3g} GB"
+            f"{'; updated slices travel beside the next forward' * late}"
         )
 
 

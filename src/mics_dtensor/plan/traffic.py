@@ -71,6 +71,7 @@ class Options:
     hierarchical: bool = True
     two_hop: bool = True  # False: all-reduce in every micro-step, as HSDP does
     bucket_size_bytes: int = BUCKET_SIZE_BYTES
+    overlap_update: bool = False  # the gather of slices beside the next forward: the same bytes
     backend: Literal["nccl", "gloo"] = "nccl"
 
 

@@ -147,6 +147,7 @@ def _optimizer(config: RunConfig) -> Any:
             param_groups=groups,
             implementation=written.implementation,
             master_weights=config.mics.master_weights,
+            overlap_update=config.mics.overlap_update,
         )
     return OptimizersContainer.Config(param_groups=groups, implementation=written.implementation)
 

@@ -77,6 +77,11 @@ class Mics:
         'with optimizer_over_replicas: the shards are fp32, or ("sharded") of '
         "mixed_precision_param, and the fp32 weights in the slices alone",
     )
+    overlap_update: bool = key(
+        False,
+        "with optimizer_over_replicas: updated slices travel beside the next forward, which waits "
+        "for a unit's own before it gathers the unit",
+    )
     cluster: str | None = key(
         None, 'cluster that the planner reckons with: a preset, or a file that ends in ".toml"'
     )

@@ -171,6 +171,11 @@ def _refuse_numbers(config: RunConfig) -> None:
         )
     if mics.master_weights == "sharded":
         _refuse_masters(config)
+    if mics.overlap_update and not mics.optimizer_over_replicas:
+        raise ConfigError(
+            "mics.overlap_update = true is about the slices of the optimizer, and there are none: "
+            "write mics.optimizer_over_replicas = true too, or delete the line"
+        )
     if mics.check_replicas_every < 0:
         raise ConfigError(
             f"mics.check_replicas_every = {mics.check_replicas_every}; write the number of steps, "

@@ -22,6 +22,7 @@ class SlicedOptimizers(OptimizersContainer):
         """torchtitan's. Refuses what slices of states cannot be, or would ignore in silence."""
 
         master_weights: Literal["fp32", "sharded"] = "fp32"
+        overlap_update: bool = False
 
         def __post_init__(self) -> None:
             if self.implementation == "fused_opt_states_bf16":
@@ -38,7 +39,10 @@ class SlicedOptimizers(OptimizersContainer):
                     )
 
     def __init__(self, config: Config, **options: Any) -> None:
-        self._master_weights = config.master_weights
+        self._own: dict[str, Any] = {
+            "master_weights": config.master_weights,
+            "overlap_update": config.overlap_update,
+        }
         super().__init__(config, **options)
 
     def _resolve_optimizer_factory(self, name: str) -> Callable[..., Optimizer]:
@@ -48,9 +52,5 @@ class SlicedOptimizers(OptimizersContainer):
         self, optimizer_cls: Any, groups: list[dict[str, Any]], **options: Any
     ) -> Optimizer:
         return ReplicaShardedOptimizer(
-            self.model_parts,
-            optimizer_cls,
-            param_groups=groups,
-            master_weights=self._master_weights,
-            **options,
+            self.model_parts, optimizer_cls, param_groups=groups, **self._own, **options
         )

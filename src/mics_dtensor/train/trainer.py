@@ -117,6 +117,8 @@ class MicsTrainer(Trainer):
             bucket_size_bytes=self._mics.bucket_size_bytes,
             two_hop=self._has_replicas,
         )
+        options = dataclasses.replace(told.options, overlap_update=self._mics.overlap_update)
+        told = dataclasses.replace(told, options=options)
         return told if self._head is None else self._head.explained(told)
 
     def init_distributed(self) -> ParallelDims:
