@@ -26,6 +26,7 @@ from typing import ParamSpec
 import pytest
 
 P = ParamSpec("P")
+LEAVE_S = 20.0  # for the end of a rank that has answered: on a loaded machine it may take seconds
 GRACE_S = 3.0  # what the others get once one rank has failed: they may fail too, and say why
 
 
@@ -146,7 +147,7 @@ class _Rank:
 
     def unclean_end(self) -> str | None:
         """What went wrong after its answer, while it left the world."""
-        self.process.join(GRACE_S)
+        self.process.join(LEAVE_S)
         if self.process.exitcode == 0:
             return None
         return f"rank {self.number} did not leave the world in good order ({self._exit()})"
