@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+from benchmarks import aims, crossover, scaling
 
 FOLDER = Path(__file__).parent / "results"
 
@@ -29,17 +32,38 @@ def page(folder: Path = FOLDER) -> str:
         "Written by `python -m benchmarks.report` from the JSON files beside it. What is measured",
         "and how stands in [docs/benchmarks.md](../../docs/benchmarks.md).",
     ]
-    for path in sorted(folder.glob("*.json")):
-        results = json.loads(path.read_text(encoding="utf-8"))
-        section = _memory if "modes" in results else _section
-        lines += ["", *section(path.stem, results)]
+    for name, paths in groupby(
+        sorted(folder.glob("*.json")), key=lambda path: path.name.split(".")[0]
+    ):
+        launches = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        lines += ["", f"## {name}", "", *_section(launches)]
     return "\n".join(lines) + "\n"
 
 
-def _section(name: str, results: dict[str, Any]) -> Iterator[str]:
+def _section(launches: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Of one file; or of several launches of the same, NAME.1.json and on."""
+    first = launches[0]
+    if "modes" in first:
+        yield from _memory(first)
+    elif module := next((m for key, m in _MODULES.items() if key in first), None):
+        yield from _description(first)
+        yield ""
+        yield from module.section(first)
+    elif len(launches) > 1:
+        yield from _description(first)
+        yield ""
+        yield from aims.medians(launches)
+        yield ""
+        yield from aims.told(launches)
+        yield from _stages(first)
+    else:
+        yield from _description(first)
+        yield from _systems(first)
+        yield from _stages(first)
+
+
+def _description(results: dict[str, Any]) -> Iterator[str]:
     its, versions = results["configuration"], results["versions"]
-    yield f"## {name}"
-    yield ""
     place = (
         f"{its['num_nodes']} nodes of {its['ranks_per_node']} ranks, {its['rate'] or 'no limit'}"
     )
@@ -47,6 +71,9 @@ def _section(name: str, results: dict[str, Any]) -> Iterator[str]:
     where = f"{results['host']}, {results['cores']} cores"
     what = ", ".join(f"{package} {version}" for package, version in versions.items())
     yield f"{place} a node; {json.dumps(its['workload'])}. {when}; {where}; {what}."
+
+
+def _systems(results: dict[str, Any]) -> Iterator[str]:
     if any(row["num_quiet"] == 0 for row in results["rows"]):
         yield ""
         yield (
@@ -58,6 +85,11 @@ def _section(name: str, results: dict[str, Any]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for row in results["rows"]:
         yield _row(row)
+
+
+def _stages(results: dict[str, Any]) -> Iterator[str]:
+    if not any(row["stages"] for row in results["rows"]):
+        return
     yield ""
     yield "Bytes out of a node over the bound, stage by stage, in MB (one step, counted apart):"
     yield ""
@@ -80,11 +112,9 @@ def _section(name: str, results: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _memory(name: str, results: dict[str, Any]) -> Iterator[str]:
+def _memory(results: dict[str, Any]) -> Iterator[str]:
     """Of `benchmarks.sharded_memory`."""
     its = results["configuration"]
-    yield f"## {name}"
-    yield ""
     yield (
         f"{its['ranks']} CPU ranks, {its['replicas']} replicas, {results['num_parameters']:,} "
         f"parameters under AdamW (`python -m benchmarks.sharded_memory`). {results['date']}, "
@@ -106,6 +136,7 @@ def _memory(name: str, results: dict[str, Any]) -> Iterator[str]:
         yield f"| {mode} | {' | '.join([*told, *[''] * (4 - len(told)), ratio])} |"
 
 
+_MODULES: dict[str, Any] = {"launches": scaling, "sizes": crossover}
 _STAGES = ("forward", "backward", "reduction", "boundary")
 
 

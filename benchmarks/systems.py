@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ class Recipe:
     two_hop: bool = False  # False: FSDP2 all-reduces in every micro-step
     node_local_backward: bool = False
     overlap_boundary: bool = False
+    bucket_size_bytes: int | None = None
     master_weights: MasterWeights | None = None  # optimizer states over the replicas
     param_dtype: torch.dtype | None = None  # in which parameters are gathered; sums are fp32
 
@@ -64,9 +66,14 @@ class Recipe:
         return {"hierarchical": self.hierarchical, **local}
 
     @property
-    def options_of_accumulation(self) -> dict[str, bool]:
+    def options_of_accumulation(self) -> dict[str, Any]:
         """What `gradient_accumulation` is told beside the number of micro-steps."""
-        return {"overlap_boundary": True} if self.overlap_boundary else {}
+        options: dict[str, Any] = {}
+        if self.overlap_boundary:
+            options["overlap_boundary"] = True
+        if self.bucket_size_bytes is not None:
+            options["bucket_size_bytes"] = self.bucket_size_bytes
+        return options
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
@@ -84,6 +91,8 @@ RECIPES = {
     "mics": Recipe(hierarchical=True, two_hop=True),
     "mics-node-local": Recipe(hierarchical=True, two_hop=True, node_local_backward=True),
     "mics-overlap": Recipe(hierarchical=True, two_hop=True, overlap_boundary=True),
+    "mics-own-messages": Recipe(hierarchical=True, two_hop=True, bucket_size_bytes=1),
+    "mics-one-message": Recipe(hierarchical=True, two_hop=True, bucket_size_bytes=1 << 40),
     "mics-no-hierarchy": Recipe(two_hop=True),
     "mics-no-2hop": Recipe(hierarchical=True),
     "mics-slices": Recipe(hierarchical=True, two_hop=True, master_weights="fp32"),

@@ -1,0 +1,91 @@
+"""Above which size a unit should keep its own message at the boundary, and below share one.
+
+    python -m benchmarks.crossover --json benchmarks/results/crossover.json
+
+For each size of a unit, the same step twice, in turns: a message for each unit, sent as it lies, or
+one for all, put together by a copy. Everything but the boundary is the same in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cluster import ClusterError
+from benchmarks.results import describe, write
+from benchmarks.run import Case, Run, run
+
+OWN, SHARED = "mics-own-messages", "mics-one-message"
+NUM_UNITS = 16
+DIMS = (32, 64, 128, 256, 512, 1024)
+NUM_NODES, RANKS_PER_NODE = 4, 2
+
+
+def measure(*, rate: str, repetitions: int) -> dict[str, Any]:
+    """A launch for each size; one object for the file."""
+    sizes = []
+    for dim in DIMS:
+        wanted = Run(
+            num_nodes=NUM_NODES,
+            ranks_per_node=RANKS_PER_NODE,
+            rate=rate,
+            cases=Case.all_of((OWN, SHARED), [1.0], num_nodes=NUM_NODES),
+            workload={
+                "kind": "linears",
+                "micro_steps": 1,
+                "dim": dim,
+                "num_layers": NUM_UNITS,
+                "batch_size": 4,
+                "sleep_ms": 0.0,
+            },
+            repetitions=repetitions,
+            max_repetitions=2 * repetitions,
+            steps=4,
+            count_stages=False,
+        )
+        results = describe(wanted, run(wanted))
+        sizes.append({"shard_bytes": 4 * dim * dim // RANKS_PER_NODE, "rows": results.pop("rows")})
+    del results["configuration"]["workload"]["dim"]  # it differs
+    return {**results, "sizes": sizes}
+
+
+def section(results: dict[str, Any]) -> Iterator[str]:
+    """Markdown for the page of results."""
+    yield (
+        f"A step of one micro-step, {NUM_UNITS} units of one size; seconds, median (least, most), "
+        "with a message for each unit and with one for all:"
+    )
+    yield ""
+    yield "| bytes of a unit's shard | own messages | one message | own over one |"
+    yield "|---|---|---|---|"
+    for size in results["sizes"]:
+        rows = {row["system"]: row for row in size["rows"]}
+        cells = [
+            f"{r['seconds_median']:.3f} ({r['seconds_min']:.3f}, {r['seconds_max']:.3f})"
+            for r in (rows[OWN], rows[SHARED])
+        ]
+        ratio = rows[OWN]["seconds_median"] / rows[SHARED]["seconds_median"]
+        yield f"| {size['shard_bytes']:,} | {' | '.join(cells)} | {ratio:.2f} |"
+
+
+def main() -> None:
+    """Parse and measure."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.crossover", description=__doc__)
+    parser.add_argument("--rate", default="400mbit", help="of each node's link, as tc writes it")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    given = parser.parse_args()
+    try:
+        results = measure(rate=given.rate, repetitions=given.repetitions)
+    except ClusterError as error:
+        sys.exit(f"error: {error}")
+    print("\n".join(section(results)))
+    if given.json is not None:
+        write(results, given.json)
+
+
+if __name__ == "__main__":
+    main()
