@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("torchtitan")
 import torch
+from harness.late import hold_back
 from torchtitan.trainer import Trainer
 from train.small_run import ours, torchtitans, trained_by
 
@@ -81,6 +82,17 @@ def with_optimizer_over_replicas(config: Trainer.Config, layout: Layout) -> Mics
     return ours(replace(config, optimizer=sliced), layout)
 
 
+def with_late_slices(config: Trainer.Config, layout: Layout) -> MicsTrainer:
+    """Updated slices travel beside the next forward, and arrive when they are waited for."""
+    hold_back(pytest.MonkeyPatch())  # for the life of this rank
+    sliced = SlicedOptimizers.Config(
+        param_groups=config.optimizer.param_groups,
+        implementation=config.optimizer.implementation,
+        overlap_update=True,
+    )
+    return ours(replace(config, optimizer=sliced), layout, Mics(overlap_update=True))
+
+
 def equal(folder: Path, *overrides: str, by: Maker = ours) -> None:
     """The law: the same losses and norms, by torchtitan's own trainer and by ours."""
     expected, got = (
@@ -127,6 +139,13 @@ def test_node_local_backward(tmp_path: Path, names: str) -> None:
 @pytest.mark.parametrize("names", PARALLELISMS)
 def test_optimizer_states_over_the_replicas(tmp_path: Path, names: str) -> None:
     equal(tmp_path, *options(names), by=with_optimizer_over_replicas)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("names", PARALLELISMS)
+def test_updated_slices_beside_the_forward(tmp_path: Path, names: str) -> None:
+    equal(tmp_path, *options(names), by=with_late_slices)
 
 
 @pytest.mark.matrix

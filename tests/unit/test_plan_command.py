@@ -5,16 +5,29 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from mics_dtensor.cli import main
+from mics_dtensor.cli.write import chosen_values, write_choice
 from mics_dtensor.errors import PlanError
+from mics_dtensor.plan.question import Question, Variant
 from mics_dtensor.plan.scaling import parse_nodes
 from mics_dtensor.train.load import load
 
 FILE = Path(__file__).parents[2] / "train_configs" / "llama3_8b_2x8.toml"
 ON = ("--cluster", "p4de", "--training.global_batch_size", "64", "--as-written")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str, file: Path = FILE) -> str:
+    """The one sentence on the error output."""
+    assert main(["plan", "--config-file", str(file), *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert len(said.err.splitlines()) == 1
+    return said.err
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str, file: Path = FILE) -> str:
@@ -51,11 +64,22 @@ def test_weak_scaling_agrees_with_single_answers(capsys: pytest.CaptureFixture[s
     assert "-" in planned(capsys, "--nodes", "4", "--scale", "1,2,4")
 
 
+def test_without_nodes_the_batch_is_that_of_the_first_number(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = planned(capsys, "--scale", "2,4")
+    assert told == planned(capsys, "--scale", "2,4", "--nodes", "2")
+    assert "8B, 8,030,261,248 parameters" in told
+    assert "4 sequences of 8192 tokens a GPU and step, as 64 are on 2 nodes" in told
+    assert "as 64 are on 1 node (--nodes)" in planned(capsys, "--scale", "1,2")
+    assert "--scale 1,2,4" in refused(capsys, *ON)
+
+
 def test_plots_are_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name, more in (("bars.png", ()), ("lines.png", ("--scale", "1,2"))):
         path = tmp_path / name
-        planned(capsys, "--nodes", "2", "--plot", str(path), *more)
+        assert f"{path}: drawn" in planned(capsys, "--nodes", "2", "--plot", str(path), *more)
         assert path.read_bytes().startswith(b"\x89PNG")
     where = str(tmp_path / "nowhere" / "a.png")
     assert main(["plan", "--config-file", str(FILE), *ON, "--nodes", "2", "--plot", where]) == 2
@@ -95,6 +119,99 @@ def test_what_is_recommended_is_written_and_the_rest_stays(
     assert f"take partition_size = {config.mics.partition_size} " in capsys.readouterr().out
 
 
+def test_what_is_written_is_what_was_planned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("tomlkit")
+    path = tmp_path / "run.toml"
+    path.write_text(WRITTEN)
+    ask = ("--cluster", "p4d", "--nodes", "2", "--write", "--training.global_batch_size", "32")
+    said = refused(capsys, *ask, "--training.seq_len", "512", file=path)
+    assert "training.seq_len = 512 on the command line, but" in said
+    assert path.read_text() == WRITTEN
+    arguments = ["plan", "--config-file", str(path), *ask, "--json"]
+    assert main(arguments) == 0
+    told = json.loads(capsys.readouterr().out)["done"]
+    assert f"{path}: training.global_batch_size = 32 (was -1)" in told
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["done"] == [f"{path}: nothing to change"]
+
+
+SLICED = """
+[mics]
+optimizer_over_replicas = true
+master_weights = "sharded"
+overlap_update = true
+"""
+
+
+def test_what_is_written_can_be_read(tmp_path: Path) -> None:
+    """Over all ranks slices cut nothing; without them what goes with slices goes too."""
+    pytest.importorskip("tomlkit")
+    question = SimpleNamespace(
+        global_batch=16,
+        topology=SimpleNamespace(world_size=16),
+        cluster=SimpleNamespace(ranks_per_node=8),
+    )
+    path = tmp_path / "run.toml"
+    for size, cut in ((16, False), (8, False), (8, True)):
+        path.write_text(WRITTEN + SLICED)
+        asked = load(["--config-file", str(path)]).config
+        variant = Variant(
+            partition_size=size, micro_batch=1, checkpointing="full", optimizer_over_replicas=cut
+        )
+        write_choice(path, asked, chosen_values(cast("Question", question), variant))
+        mics = load(["--config-file", str(path)]).config.mics
+        kept = cut or size == 16
+        assert mics.partition_size == size
+        assert mics.optimizer_over_replicas is kept
+        assert mics.overlap_update is kept
+        assert mics.master_weights == ("sharded" if kept else "fp32")
+    before, asked = path.read_text(), load(["--config-file", str(path)]).config
+    with pytest.raises(PlanError, match=r"is as it was: .*training\.steps = 0"):
+        write_choice(path, asked, {"training.steps": 0})
+    assert path.read_text() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["run.toml"]
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("[parallelism]\ntensor_parallel_degree = 2", "tensor_parallel_degree = 2: the planner"),
+        ("[parallelism]\ncontext_parallel_degree = 2", "context_parallel_degree = 2: the planner"),
+        ("[parallelism]\nexpert_parallel_degree = 2", "expert_parallel_degree = 2: the planner"),
+        (
+            "[parallelism]\ntensor_parallel_degree = 4\npipeline_parallel_degree = 2",
+            "parallelism.tensor_parallel_degree = 4, parallelism.pipeline_parallel_degree = 2: the",
+        ),
+        (
+            "[optimizer]\nimplementation = 'fused_opt_states_bf16'",
+            "--optimizer.implementation=fused",
+        ),
+        ("[optimizer]\nname = 'DistMuon'", "only AdamW is"),
+        ("[training]\nenable_cpu_offload = true", "--training.enable_cpu_offload=false"),
+        ("[training]\nglobal_batch_size = 0", "a batch of 0 sequences"),
+    ],
+)
+def test_what_would_be_planned_as_if_without_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, table: str, said: str
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f"[model]\nflavor = '8B'\n{table}\n")
+    for more in (("--nodes", "2"), ("--scale", "1,2"), ("--nodes", "2", "--as-written")):
+        assert said in refused(capsys, "--cluster", "p4de", *more, file=path)
+
+
+def test_converted_products_are_refused_and_can_be_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    converted = ("--model.converters=quantize.linear.float8",)
+    rowwise = ("--quantize.linear.float8.recipe_name=rowwise",)
+    assert "--model.converters=" in refused(capsys, *ON, "--nodes", "2", *converted, *rowwise)
+    without = planned(capsys, "--nodes", "2", *converted, *rowwise, "--model.converters=")
+    assert without == planned(capsys, "--nodes", "2")
+
+
 def test_a_degree_that_contradicts_is_not_overwritten(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -112,6 +229,14 @@ def test_a_node_of_another_size_is_refused(capsys: pytest.CaptureFixture[str]) -
     debug = str(FILE.with_name("debug.toml"))
     assert main(["plan", "--config-file", debug, "--cluster", "p4d", "--nodes", "2"]) == 2
     assert "mics.ranks_per_node = 2 contradicts p4d" in capsys.readouterr().err
+    few = ("--cluster", "p4d", "--nodes", "2", "--ranks-per-node", "4")
+    said = refused(capsys, *few)
+    assert "mics.ranks_per_node = 8 contradicts --ranks-per-node 4" in said
+    assert "--mics.ranks_per_node=4 too" in said
+
+
+def test_a_run_is_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is not a cluster file" in refused(capsys, "--cluster", str(FILE), "--nodes", "2")
 
 
 def test_a_reader_that_has_read_enough_gets_no_traceback() -> None:

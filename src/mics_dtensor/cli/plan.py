@@ -41,7 +41,12 @@ def parser() -> argparse.ArgumentParser:
     its.add_argument(
         "--cluster", help="a preset, or a file ending in .toml; not given, [mics] cluster"
     )
-    its.add_argument("--nodes", type=int, required=True, help="nodes of the cluster to use")
+    its.add_argument(
+        "--nodes",
+        type=int,
+        help="nodes of the cluster to use; with --scale, those that the file's batch is meant for "
+        "(default: the first of --scale)",
+    )
     its.add_argument("--ranks-per-node", type=int, help="GPUs of a node to use")
     its.add_argument(
         "--as-written", action="store_true", help="keep micro-batch, checkpointing and hierarchy"
@@ -75,8 +80,12 @@ def run(argv: Sequence[str]) -> str:
     """What is printed. Raises MicsError."""
     options, overrides = parser().parse_known_args(list(argv))
     config = load(["--config-file", options.config_file, *overrides]).config
-    if options.nodes < 1:
-        raise PlanError(f"--nodes {options.nodes}; give 1 or more")
+    scale = None if options.scale is None else parse_nodes(options.scale)
+    nodes = scale[0] if options.nodes is None and scale else options.nodes
+    if nodes is None:
+        raise PlanError("how many nodes? give --nodes, or --scale 1,2,4,...,64 to compare many")
+    if nodes < 1:
+        raise PlanError(f"--nodes {nodes}; give 1 or more")
     named = options.cluster or config.mics.cluster
     if named is None:
         raise PlanError(
@@ -97,20 +106,26 @@ def run(argv: Sequence[str]) -> str:
                 f"measure with {options.ranks_per_node} (mics measure --ranks-per-node)"
             )
         its = replace(its, ranks_per_node=options.ranks_per_node)
-    if config.mics.ranks_per_node not in (None, its.ranks_per_node):
+    said, has = config.mics.ranks_per_node, its.ranks_per_node
+    if said not in (None, has) and options.ranks_per_node is not None:
         raise PlanError(
-            f"mics.ranks_per_node = {config.mics.ranks_per_node} contradicts {its.name}, which has "
-            f"{its.ranks_per_node} ranks on a node; give --ranks-per-node, or delete the line"
+            f"mics.ranks_per_node = {said} contradicts --ranks-per-node {has}; give "
+            f"--mics.ranks_per_node={has} too, or leave --ranks-per-node out"
+        )
+    if said not in (None, has):
+        raise PlanError(
+            f"mics.ranks_per_node = {said} contradicts {its.name}, which has {has} ranks on a "
+            f"node; give --ranks-per-node, or --mics.ranks_per_node={has}, or delete the line"
         )
     freedom = Freedom(
         variants=not options.as_written, optimizer_over_replicas=options.optimizer_over_replicas
     )
-    asked = question(config, its, options.nodes, freedom)
+    asked = question(config, its, nodes, freedom)
     if options.trace:
         asked = replace(asked, tracer=_tracer(config, options.trace_cache))
-    if options.scale is not None:
-        return _scaled(asked, options)
-    return _answered(asked, options)
+    if scale is not None:
+        return _scaled(asked, scale, options)
+    return _answered(asked, config, options)
 
 
 def _tracer(config: RunConfig, folder: Path | None) -> Tracer:
@@ -125,26 +140,28 @@ def _tracer(config: RunConfig, folder: Path | None) -> Tracer:
     return Tracer(config, folder or home / "mics_dtensor" / "traces")
 
 
-def _scaled(asked: Question, options: argparse.Namespace) -> str:
+def _scaled(asked: Question, scale: Sequence[int], options: argparse.Namespace) -> str:
     if options.write:
         raise PlanError("--scale compares many clusters; ask for one of them to --write its answer")
-    curves = scaling(asked, parse_nodes(options.scale))
+    curves = scaling(asked, scale)
+    done = []
     if options.plot is not None:
         plot_scaling(curves, options.plot)
+        done.append(f"{options.plot}: drawn")
     if options.json:
         return json.dumps(scaling_json(curves), indent=2)
-    return render_scaling(curves)
+    return "\n".join([render_scaling(curves), *done])
 
 
-def _answered(asked: Question, options: argparse.Namespace) -> str:
+def _answered(asked: Question, config: RunConfig, options: argparse.Namespace) -> str:
     found = answer(asked)
+    done = []
     if options.plot is not None:
         plot_answer(found, options.plot)
-    written = []
+        done.append(f"{options.plot}: drawn")
     if options.write:
         values = chosen_values(asked, found.best.variant)
-        own = load(["--config-file", options.config_file]).config  # without the command line
-        written = write_choice(Path(options.config_file), own, values)
+        done += write_choice(Path(options.config_file), config, values)
     if options.json:
-        return json.dumps(as_json(asked, found), indent=2)
-    return "\n".join([render(asked, found), *written])
+        return json.dumps(as_json(asked, found) | {"done": done}, indent=2)
+    return "\n".join([render(asked, found), *done])

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mics_dtensor.errors import PlanError
+from mics_dtensor.errors import ConfigError, PlanError
 from mics_dtensor.plan.question import Question, Variant
-from mics_dtensor.train.config import RunConfig
+from mics_dtensor.train.config import RunConfig, config_keys
 from mics_dtensor.train.key import value_at
+from mics_dtensor.train.load import load
+from mics_dtensor.train.values import shown
 
 DEGREES = (
     "parallelism.data_parallel_replicate_degree",
@@ -23,8 +25,11 @@ def chosen_values(question: Question, variant: Variant) -> dict[str, Any]:
         "mics.partition_size": variant.partition_size,
         "training.local_batch_size": variant.micro_batch,
         "training.global_batch_size": question.global_batch,
-        "mics.optimizer_over_replicas": variant.optimizer_over_replicas,
     }
+    if variant.partition_size < question.topology.world_size:  # else there is nothing to cut
+        values["mics.optimizer_over_replicas"] = variant.optimizer_over_replicas
+        if not variant.optimizer_over_replicas:  # what goes with slices alone
+            values |= {"mics.master_weights": "fp32", "mics.overlap_update": False}
     if variant.checkpointing in ("op", "2"):
         values["activation_checkpoint.mode"] = "selective"
         values["activation_checkpoint.selective_ac_option"] = variant.checkpointing
@@ -36,8 +41,21 @@ def chosen_values(question: Question, variant: Variant) -> dict[str, Any]:
     return values
 
 
-def write_choice(path: Path, config: RunConfig, values: Mapping[str, Any]) -> list[str]:
-    """Writes what differs from `config`, the file's own; one line a change. Raises PlanError."""
+def write_choice(path: Path, asked: RunConfig, values: Mapping[str, Any]) -> list[str]:
+    """Writes what differs from the file; one line a change. Raises PlanError, the file as it was.
+
+    `asked`: what was planned, the file with the command line. Where they differ in more than what
+    is written, the file would not be what was planned.
+    """
+    config = load(["--config-file", str(path)]).config
+    for name in config_keys():
+        said, own = value_at(asked, name), value_at(config, name)
+        if said != own and name not in (*values, "mics.cluster"):
+            raise PlanError(
+                f"--write: {name} = {shown(said)} on the command line, but {path} has "
+                f"{shown(own)}, for which this is no answer; change the file first, or leave "
+                "--write out"
+            )
     try:
         import tomlkit
     except ImportError:
@@ -62,9 +80,19 @@ def write_choice(path: Path, config: RunConfig, values: Mapping[str, Any]) -> li
             document.add(tomlkit.nl())
             document.add(table, tomlkit.table())
         document[table][key] = value
-        told.append(f"{path}: {name} = {value!r} (was {before!r})")
+        told.append(f"{path}: {name} = {shown(value)} (was {shown(before)})")
     if told:
-        fresh = path.with_name(path.name + ".new")
-        fresh.write_text(tomlkit.dumps(document), encoding="utf-8")
-        fresh.replace(path)
+        _replace(path, tomlkit.dumps(document))
     return told or [f"{path}: nothing to change"]
+
+
+def _replace(path: Path, text: str) -> None:
+    """With what `mics` itself can read, and whole."""
+    fresh = path.with_name(path.name + ".new")
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        load(["--config-file", str(fresh)])
+        fresh.replace(path)
+    except (OSError, ConfigError) as error:
+        fresh.unlink(missing_ok=True)
+        raise PlanError(f"--write: {path} is as it was: {error}") from None

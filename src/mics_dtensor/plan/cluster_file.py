@@ -36,8 +36,13 @@ def _read(path: Path) -> Cluster:
         raise PlanError(f"there is no file {path}; --cluster wants one, or a preset") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise PlanError(f"{path} cannot be read: {error}") from None
-    if read.get("schema") != 1:
-        raise PlanError(f"{path} has schema {read.get('schema')}; this version reads schema 1")
+    if "schema" not in read:
+        raise PlanError(
+            f"{path} has no key schema, so it is not a cluster file: give what `mics measure` "
+            "wrote, a file by docs/formats.md, or a preset"
+        )
+    if read["schema"] != 1:
+        raise PlanError(f"{path} has schema {read['schema']}; this version reads schema 1")
     try:
         return _cluster(read, path)
     except KeyError as error:

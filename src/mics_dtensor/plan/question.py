@@ -63,6 +63,11 @@ class Question:
         node = self.cluster.ranks_per_node
         return Topology.uniform(world_size=self.num_nodes * node, ranks_per_node=node)
 
+    @property
+    def nodes_in_words(self) -> str:
+        """How many."""
+        return f"{self.num_nodes} node{'s'[: self.num_nodes != 1]}"
+
     def shard_itemsize(self, variant: Variant) -> int:
         """Bytes of an element of a shard."""
         masters = self.has_masters and variant.optimizer_over_replicas

@@ -42,7 +42,7 @@ def render(question: Question, answer: Answer) -> str:
     cluster = question.cluster
     lines = [
         f"{question.model.model} {question.model.flavor}, {question.model.num_parameters:,} "
-        f"parameters, on {question.num_nodes} nodes of {cluster.ranks_per_node} {cluster.gpu} "
+        f"parameters, on {question.nodes_in_words} of {cluster.ranks_per_node} {cluster.gpu} "
         f"({cluster.name}): {question.global_batch} sequences of {question.seq_len} tokens a step",
         f"Memory in GB of a GPU at the peak, {_memory_from(question)}; times in seconds of a step, "
         "messages where nothing hides them.",

@@ -29,9 +29,15 @@ class Point:
 class Scaling:
     """Curves by name, each with one point a number of nodes."""
 
+    question: Question
+    """On any number of nodes: a rank has the same number of sequences on all of them."""
     nodes: tuple[int, ...]
-    ranks_per_node: int
     curves: dict[str, tuple[Point, ...]]
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of the cluster."""
+        return self.question.cluster.ranks_per_node
 
 
 def parse_nodes(text: str) -> tuple[int, ...]:
@@ -77,7 +83,7 @@ def scaling(question: Question, nodes: Sequence[int]) -> Scaling:
         name: tuple(Point(num_nodes=n, row=placed.get((n, name))) for n in nodes)
         for name in ("best", "plain FSDP", *names)
     }
-    return Scaling(nodes=tuple(nodes), ranks_per_node=node, curves=curves)
+    return Scaling(question=question, nodes=tuple(nodes), curves=curves)
 
 
 def _name(row: Row) -> str:
@@ -86,7 +92,16 @@ def _name(row: Row) -> str:
 
 def render_scaling(found: Scaling) -> str:
     """tokens/s of a GPU, and as a share of the curve's first."""
-    lines = ["tokens/s of a GPU (share of the row's first), by number of nodes", ""]
+    asked = found.question
+    each = asked.sequences_of_a_rank
+    lines = [
+        f"{asked.model.model} {asked.model.flavor}, {asked.model.num_parameters:,} parameters, on "
+        f"nodes of {found.ranks_per_node} {asked.cluster.gpu} ({asked.cluster.name}): {each} "
+        f"sequence{'s'[: each != 1]} of {asked.seq_len} tokens a GPU and step, as "
+        f"{asked.global_batch} are on {asked.nodes_in_words} (--nodes)",
+        "tokens/s of a GPU (share of the row's first), by number of nodes",
+        "",
+    ]
     table = [["partition", *(str(n) for n in found.nodes)]]
     for name, points in found.curves.items():
         speeds = [point.tokens_per_s(found.ranks_per_node) for point in points]
@@ -108,6 +123,9 @@ def scaling_json(found: Scaling) -> dict[str, Any]:
     """Schema 1 of docs/formats.md."""
     return {
         "schema": 1,
+        "model": f"{found.question.model.model} {found.question.model.flavor}",
+        "cluster": found.question.cluster.name,
+        "sequences_of_a_rank": found.question.sequences_of_a_rank,
         "num_nodes": found.nodes,
         "ranks_per_node": found.ranks_per_node,
         "tokens_per_s_of_a_gpu": {

@@ -229,7 +229,7 @@ def _why_nothing_fits(question: Question, rows: Sequence[Row]) -> str:
     if least_bytes(cut) <= of_gpu:
         help_.append("optimizer states over the replicas (--optimizer-over-replicas)")
     return (
-        f"{question.model.model} {question.model.flavor} does not fit {question.num_nodes} nodes "
+        f"{question.model.model} {question.model.flavor} does not fit {question.nodes_in_words} "
         f"of {question.cluster.name} in any partition: the least is {memory.total / 1e9:.1f} GB of "
         f"{of_gpu / 1e9:.1f} GB a GPU, {(memory.total - of_gpu) / 1e9:.1f} GB too much "
         f"(partition_size {variant.partition_size}, micro-batch {variant.micro_batch}, "

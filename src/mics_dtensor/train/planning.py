@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from mics_dtensor.errors import PlanError
 from mics_dtensor.plan.cluster import Cluster
@@ -17,15 +18,24 @@ from mics_dtensor.plan.shape import Checkpointing
 from mics_dtensor.plan.step import PROFILES
 from mics_dtensor.topology import Topology
 from mics_dtensor.train.config import RunConfig
+from mics_dtensor.train.key import value_at
 from mics_dtensor.train.loss_chunks import num_loss_chunks
+from mics_dtensor.train.values import shown
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 DEGREES = (
-    "tensor_parallel_degree",
-    "pipeline_parallel_degree",
-    "context_parallel_degree",
-    "expert_parallel_degree",
+    "parallelism.tensor_parallel_degree",
+    "parallelism.pipeline_parallel_degree",
+    "parallelism.context_parallel_degree",
+    "parallelism.expert_parallel_degree",
 )
+
+PLANNED: Mapping[str, tuple[Any, ...]] = {
+    "training.enable_cpu_offload": ("false", False),
+    "model.converters": ("", ()),
+    "optimizer.implementation": ("fused", "fused", "foreach", "for-loop"),
+}
+"""Keys whose other values would change memory or time: words for the command line, and values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +52,7 @@ def question(
 ) -> Question:
     """What `config` asks of the planner. Raises PlanError for what is not planned yet."""
     freedom = freedom or Freedom()
-    for name in DEGREES:
-        if (degree := getattr(config.parallelism, name)) > 1:
-            raise PlanError(
-                f"parallelism.{name} = {degree}: runs with more than data parallelism are not "
-                "planned yet; `mics explain` tells their messages"
-            )
+    _refuse_unplanned(config)
     if config.optimizer.name not in ("Adam", "AdamW"):
         raise PlanError(f"optimizer {config.optimizer.name} is not planned yet, only AdamW is")
     model = preset(config.model.name, config.model.flavor)
@@ -56,7 +61,7 @@ def question(
     training, mics = config.training, config.mics
     world = num_nodes * cluster.ranks_per_node
     batch = training.global_batch_size
-    if batch < 1:
+    if batch < 0:
         batch = training.local_batch_size * world
     reduce = training.mixed_precision_reduce
     return Question(
@@ -85,6 +90,23 @@ def question(
         num_loss_chunks=num_loss_chunks(config),
         bucket_size_bytes=mics.bucket_size_bytes,
     )
+
+
+def _refuse_unplanned(config: RunConfig) -> None:
+    """What would be answered as if it were not written."""
+    degrees = {name: value_at(config, name) for name in DEGREES}
+    if found := [f"{name} = {degree}" for name, degree in degrees.items() if degree > 1]:
+        raise PlanError(
+            f"{', '.join(found)}: the planner knows data parallelism alone so far, and would "
+            "answer for another run; write mics.partition_size yourself, the smallest that fits "
+            "(docs/choose_partition_size.md)"
+        )
+    for name, (words, *planned) in PLANNED.items():
+        if (value := value_at(config, name)) not in planned:
+            raise PlanError(
+                f"{name} = {shown(value)} is not planned yet, and the answer would be that for a "
+                f"run without it; if that is what you want to know, give --{name}={words}"
+            )
 
 
 def shard_itemsize(config: RunConfig) -> int:

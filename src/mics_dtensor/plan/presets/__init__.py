@@ -54,7 +54,10 @@ class Preset:
             replace(unit, count=num_layers) if unit.name == "layers.*" else unit
             for unit in self.units
         )
-        return replace(self, units=tuple(changed))
+        units = tuple(changed)
+        if units == self.units:
+            return self
+        return replace(self, flavor=f"{self.flavor} of {num_layers} blocks", units=units)
 
 
 def preset(model: str, flavor: str) -> Preset:
