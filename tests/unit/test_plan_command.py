@@ -81,9 +81,8 @@ def test_plots_are_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
         path = tmp_path / name
         assert f"{path}: drawn" in planned(capsys, "--nodes", "2", "--plot", str(path), *more)
         assert path.read_bytes().startswith(b"\x89PNG")
-    where = str(tmp_path / "nowhere" / "a.png")
-    assert main(["plan", "--config-file", str(FILE), *ON, "--nodes", "2", "--plot", where]) == 2
-    assert "--plot" in capsys.readouterr().err
+    for where in (tmp_path / "nowhere" / "a.png", tmp_path):
+        assert f"--plot {where}" in refused(capsys, *ON, "--nodes", "2", "--plot", str(where))
 
 
 WRITTEN = """\
@@ -223,6 +222,10 @@ def test_a_degree_that_contradicts_is_not_overwritten(
     assert main([*ask, "--training.global_batch_size", "32"]) == 2
     assert "data_parallel_shard_degree = 4" in capsys.readouterr().err
     assert path.read_text() == text
+    path.write_text(text + "data_parallel_replicate_degree = 4\n")
+    assert main([*ask, "--training.global_batch_size", "32"]) == 2
+    said = "data_parallel_replicate_degree = 4 and parallelism.data_parallel_shard_degree = 4,"
+    assert said in capsys.readouterr().err
 
 
 def test_a_node_of_another_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,6 +121,8 @@ def run(argv: Sequence[str]) -> str:
         variants=not options.as_written, optimizer_over_replicas=options.optimizer_over_replicas
     )
     asked = question(config, its, nodes, freedom)
+    if options.trace_cache is not None and not options.trace:
+        raise PlanError("--trace-cache is where --trace keeps its traces; give --trace too")
     if options.trace:
         asked = replace(asked, tracer=_tracer(config, options.trace_cache))
     if scale is not None:

@@ -70,6 +70,8 @@ def _figure() -> Figure:
 
 
 def _save(figure: Figure, path: Path) -> None:
+    if path.is_dir():
+        raise PlanError(f"--plot {path} is a folder; give a file, such as out.png")
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:

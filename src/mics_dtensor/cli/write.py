@@ -64,13 +64,16 @@ def write_choice(path: Path, asked: RunConfig, values: Mapping[str, Any]) -> lis
         ) from None
     document = tomlkit.parse(path.read_text(encoding="utf-8"))
     told = []
-    for name in DEGREES:
-        table, _, key = name.partition(".")
-        if key in document.get(table, {}) and document[table][key] != -1:
-            raise PlanError(
-                f"{path} sets {name} = {value_at(config, name)}, which mics.partition_size "
-                "decides; delete the line, or write -1"
-            )
+    its = document.get("parallelism", {})
+    if fixed := [
+        f"{name} = {value_at(config, name)}"
+        for name in DEGREES
+        if its.get(name.partition(".")[2], -1) != -1
+    ]:
+        raise PlanError(
+            f"{path} sets {' and '.join(fixed)}, which mics.partition_size decides; delete "
+            f"{'the line' if len(fixed) == 1 else 'the lines'}, or write -1"
+        )
     for name, value in values.items():
         before = value_at(config, name)
         if before == value:
