@@ -291,6 +291,10 @@ def test_a_model_of_ones_own_is_named_by_its_module(build: Any) -> None:
             ["3 does not divide the 8 experts of gpt_oss", "[1, 2, 4, 8]"],
         ),
         (
+            "[model]\nname = 'gpt_oss'\n[training]\nmixed_precision_param = 'float32'\n",
+            ["gpt_oss", "torch._grouped_mm", 'write "bfloat16"'],
+        ),
+        (
             "[parallelism]\npipeline_parallel_degree = 16\n",
             ["16", "cannot be greater than effective layers (8)"],
         ),

@@ -36,7 +36,7 @@ def trainer_config(run: Run, *, device_type: Literal["cpu", "cuda"]) -> Trainer.
 
     from mics_dtensor.train import data
     from mics_dtensor.train.model import use_attention_of_cpu
-    from mics_dtensor.train.model_limits import refuse_degrees
+    from mics_dtensor.train.model_limits import refuse_limits
 
     config = run.config
     values: dict[str, Any] = {"tokenizer": data.tokenizer_config(config)}
@@ -59,7 +59,7 @@ def trainer_config(run: Run, *, device_type: Literal["cpu", "cuda"]) -> Trainer.
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"torchtitan refuses this configuration: {error}") from error
-    refuse_degrees(made)
+    refuse_limits(made)
     return made
 
 

@@ -6,7 +6,9 @@ key with its meaning and unit. What becomes of each key is in `keys_0_2.toml`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal
 
 from mics_dtensor.plan.traffic import BUCKET_SIZE_BYTES
@@ -114,6 +116,7 @@ class RunConfig:
     mics: Mics = field(default_factory=Mics)
 
 
-def config_keys() -> dict[str, Key]:
+@cache
+def config_keys() -> Mapping[str, Key]:
     """Every key by its dotted name, in the order of the tables above."""
     return {each.name: each for each in keys(RunConfig)}

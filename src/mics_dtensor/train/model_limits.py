@@ -1,4 +1,4 @@
-"""What a model cannot do with the degrees of a run, said before ranks make meshes and memory.
+"""What a model cannot do with degrees and dtype of a run, said before ranks make meshes and memory.
 
 torchtitan finds these while it builds its trainer, as tracebacks of every rank.
 """
@@ -12,6 +12,7 @@ from typing import Any
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.moe import MoE
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.trainer import Trainer
 
 from mics_dtensor.errors import ConfigError
@@ -22,8 +23,9 @@ MASK_BLOCK = 128
 """Tokens: torch makes the mask of a part of a sequence in such blocks (_create_cp_block_mask)."""
 
 
-def refuse_degrees(config: Trainer.Config) -> None:
-    """Raises ConfigError where the model of `config` cannot be cut as its degrees say."""
+def refuse_limits(config: Trainer.Config) -> None:
+    """Raises ConfigError where the model of `config` cannot be cut, or computed, as it says."""
+    _refuse_dtype(config)
     _refuse_lengths(config)
     _refuse_experts(config)
     model = copy.deepcopy(config.model_spec.model)
@@ -36,6 +38,18 @@ def refuse_degrees(config: Trainer.Config) -> None:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"torchtitan refuses {config.model_spec.name}: {error}") from error
+
+
+def _refuse_dtype(config: Trainer.Config) -> None:
+    training, spec = config.training, config.model_spec
+    if "bfloat16" in (training.dtype, training.mixed_precision_param):
+        return
+    if any(True for _ in spec.model.traverse(GptOssGroupedExperts.Config)):
+        raise ConfigError(
+            f'training.mixed_precision_param = "float32": experts of {spec.name} give what '
+            "torch._grouped_mm computes, bfloat16, and torchtitan's deterministic_scatter_add adds "
+            'it to tokens of the same dtype alone; write "bfloat16"'
+        )
 
 
 def _refuse_lengths(config: Trainer.Config) -> None:
