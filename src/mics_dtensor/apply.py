@@ -196,8 +196,8 @@ def _refuse_other_stages(unit: Unit, stages: Stages, blocks: list[Ranks]) -> Non
 def _refuse_node_local(unit: Unit) -> None:
     if not can_reshard_over_smaller_group(unit):
         raise ConfigError(
-            f"unit {unit.name}: node_local_backward needs plain parameters; these are DTensors of "
-            "tensor or expert parallel, which torch cannot reshard to a smaller group; leave it out"
+            f"unit {unit.name}: node_local_backward needs plain parameters; tensor, context and "
+            "expert parallel make DTensors, which torch cannot reshard to a smaller group; drop it"
         )
 
 

@@ -295,6 +295,10 @@ def test_a_model_of_ones_own_is_named_by_its_module(build: Any) -> None:
             ["gpt_oss", "torch._grouped_mm", 'write "bfloat16"'],
         ),
         (
+            "[model]\nname = 'gpt_oss'\n[checkpoint]\nenable = true\nlast_save_in_hf = true\n",
+            ["no Hugging Face name for", "mlp1_weight_EGD", "16 parameters"],
+        ),
+        (
             "[parallelism]\npipeline_parallel_degree = 16\n",
             ["16", "cannot be greater than effective layers (8)"],
         ),

@@ -18,11 +18,6 @@ MODELS = {
     "llama3": ("--model.n_layers=2",),
     "qwen3": ("--model.name=train.tiny_experts", "--model.flavor=qwen3"),
     "deepseek_v3": ("--model.name=train.tiny_experts", "--model.flavor=deepseek_v3"),
-    "gpt_oss": (
-        "--model.name=train.tiny_experts",
-        "--model.flavor=gpt_oss",
-        "--training.mixed_precision_param=bfloat16",
-    ),
 }
 
 

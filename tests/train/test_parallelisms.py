@@ -42,11 +42,18 @@ PARALLELISMS = {
 PAIRS = [f"{a}+{b}" for a, b in combinations(PARALLELISMS, 2)]
 
 
-def in_ci(names: list[str]) -> list[Any]:
+def marked(names: list[str]) -> list[Any]:
     """Pairs with experts, and all pairs on the newer torch, are left to the matrix."""
-    marked = pytest.mark.matrix
-    left = [name for name in names if "+" in name and (NEW or "expert" in name)]
-    return [pytest.param(name, marks=marked) if name in left else name for name in names]
+    left = {name: [pytest.mark.matrix] for name in names if NEW or "expert" in name}
+    if NEW:
+        left["expert+pipeline"].append(
+            pytest.mark.xfail(
+                raises=RanksFailed,
+                reason="torchtitan's own trainer, where torch infers the shapes of a stage: "
+                "ProcessGroupGloo::alltoall: invalid tensor size",
+            )
+        )
+    return [pytest.param(name, marks=left.get(name, ())) for name in names]
 
 
 # A rounding that sends a token to another expert changes the norm by parts in a thousand. At the
@@ -113,13 +120,13 @@ def equal(folder: Path, *overrides: str, by: Maker = ours) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", in_ci(list(PARALLELISMS)))
+@pytest.mark.parametrize("name", PARALLELISMS)
 def test_alone(tmp_path: Path, name: str) -> None:
     equal(tmp_path, *options(name))
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("names", in_ci(PAIRS))
+@pytest.mark.parametrize("names", marked(PAIRS))
 def test_in_pairs(tmp_path: Path, names: str) -> None:
     equal(tmp_path, *options(names))
 
@@ -138,8 +145,8 @@ def test_backends(tmp_path: Path, backend: str, names: str) -> None:
 @pytest.mark.parametrize("names", PARALLELISMS)
 def test_node_local_backward(tmp_path: Path, names: str) -> None:
     """torch: "Resharding to smaller mesh is not supported for DTensor parameters yet"."""
-    if names in ("tensor", "expert"):
-        with pytest.raises(RanksFailed, match="DTensors of tensor or expert parallel") as failed:
+    if names in ("tensor", "expert") or (NEW and names == "context"):
+        with pytest.raises(RanksFailed, match="node_local_backward needs plain") as failed:
             trained_by(with_node_local_backward, tmp_path, *options(names), world_size=8)
         assert all(f"rank {rank} of 8 failed" in str(failed.value) for rank in range(8))
     else:

@@ -37,6 +37,7 @@ def trainer_config(run: Run, *, device_type: Literal["cpu", "cuda"]) -> Trainer.
     from mics_dtensor.train import data
     from mics_dtensor.train.model import use_attention_of_cpu
     from mics_dtensor.train.model_limits import refuse_limits
+    from mics_dtensor.train.weights import refuse_lost_weights
 
     config = run.config
     values: dict[str, Any] = {"tokenizer": data.tokenizer_config(config)}
@@ -60,6 +61,7 @@ def trainer_config(run: Run, *, device_type: Literal["cpu", "cuda"]) -> Trainer.
             raise
         raise ConfigError(f"torchtitan refuses this configuration: {error}") from error
     refuse_limits(made)
+    refuse_lost_weights(config)
     return made
 
 

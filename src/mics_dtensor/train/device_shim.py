@@ -1,8 +1,8 @@
 """torchtitan 0.3.0 on a machine without an accelerator: every difference in one place.
 
 Each patch names what torchtitan does and why it does not run. On a CUDA machine only those that
-are wrong there too are made: process-group timeouts and pipelines on torch 2.13, and the peak of
-devices it does not know.
+are wrong there too are made: process-group timeouts and pipelines on torch 2.13, the peak of
+devices it does not know, and weights of experts that have replicas.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Placement, Shard
 
 from mics_dtensor.upstream import set_timeout
 
@@ -49,6 +51,7 @@ def use_device(device_type: DeviceType) -> None:
     _patch_peak_flops(device_type)
     _patch_pg_timeouts()
     _patch_pipelines()
+    _patch_names_of_experts()
     _quiet_others()
 
 
@@ -206,6 +209,33 @@ def _patch_pg_timeouts() -> None:
             set_timeout(timeout, group)
 
     dist_utils.set_pg_timeouts = set_pg_timeouts
+
+
+def _patch_names_of_experts() -> None:
+    """Weights of experts under Hugging Face's names, where there are replicas.
+
+    Which experts a rank holds torchtitan reads from the dim of every placement; Replicate has none.
+    """
+    from torchtitan.models.utils import MoEStateDictAdapter
+
+    of_torchtitan = MoEStateDictAdapter._caculate_indices_from_placements
+    if of_torchtitan.__module__ == __name__:
+        return
+    of_no_dim = Shard(-1)
+
+    def indices(
+        adapter: Any,
+        dim: int,
+        dim_size: int,
+        dtensor_placements: tuple[Placement, ...],
+        device_mesh: DeviceMesh,
+    ) -> tuple[int, int]:
+        """The first expert of this rank, and the one after its last."""
+        cut = tuple(of_no_dim if its.is_replicate() else its for its in dtensor_placements)
+        held: tuple[int, int] = of_torchtitan(adapter, dim, dim_size, cut, device_mesh)
+        return held
+
+    MoEStateDictAdapter._caculate_indices_from_placements = indices
 
 
 def _patch_pipelines() -> None:

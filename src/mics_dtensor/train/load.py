@@ -31,6 +31,10 @@ CONVERTERS = (
 """What [model] converters may hold; files also write "float8" and "mx" for the first two."""
 
 
+IN_HF = ("initial_load_in_hf", "last_save_in_hf")
+"""Keys of [checkpoint] that ask for Hugging Face's names."""
+
+
 @dataclass(frozen=True)
 class Run:
     """A configuration and where each value came from."""
@@ -210,7 +214,7 @@ def _refuse_masters(config: RunConfig) -> None:
             f'{shown(training.mixed_precision_param)}; write "float32" and "bfloat16", or delete '
             "the line"
         )
-    for name in ("initial_load_in_hf", "last_save_in_hf"):
+    for name in IN_HF:
         if getattr(config.checkpoint, name):
             raise ConfigError(
                 f"checkpoint.{name} = true reorders whole weights, and with {said} a rank has "

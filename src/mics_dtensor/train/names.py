@@ -39,7 +39,7 @@ def _nearest_key(table: str, last: str) -> str:
 
 def _hint(last: str) -> str:
     """The key of that name anywhere: the first, where several tables have one."""
-    elsewhere = {key.rpartition(".")[2]: key for key in reversed(config_keys())}
+    elsewhere = {key.rpartition(".")[2]: key for key in reversed(list(config_keys()))}
     near = difflib.get_close_matches(last, elsewhere, n=1)
     return f"; did you mean {elsewhere[near[0]]}?" if near else ""
 

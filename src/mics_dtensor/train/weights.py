@@ -13,6 +13,7 @@ import torch
 from mics_dtensor.checkpoint.matching import difference, named
 from mics_dtensor.errors import CheckpointError, ConfigError
 from mics_dtensor.train.config import RunConfig
+from mics_dtensor.train.load import IN_HF
 from mics_dtensor.train.model import model_spec
 
 Tensors = dict[str, torch.Tensor]
@@ -115,3 +116,17 @@ class RunWeights:
             raise CheckpointError(
                 f"torchtitan's adapter for {self.label} does not take this checkpoint: {error}"
             ) from None
+
+
+def refuse_lost_weights(config: RunConfig) -> None:
+    """Raises ConfigError where the run asks for Hugging Face's names, and a parameter has none."""
+    asked = [name for name in IN_HF if getattr(config.checkpoint, name)]
+    if not asked or not config.checkpoint.enable:
+        return
+    weights = RunWeights(config)
+    if lost := weights.not_exported()[0]:
+        raise ConfigError(
+            f"checkpoint.{asked[0]} = true: torchtitan's adapter for {weights.label} has no "
+            f"Hugging Face name for {', '.join(lost[:3])}, and would leave out {len(lost)} "
+            "parameters without a word; delete the line"
+        )
