@@ -21,7 +21,7 @@ import torch
 from harness.late import hold_back
 from harness.ranks import RanksFailed
 from torchtitan.trainer import Trainer
-from train.small_run import Trained, ours, torchtitans, trained_by
+from train.small_run import SMALL_STEPS, Trained, ours, torchtitans, trained_by
 
 from mics_dtensor.layout import Layout
 from mics_dtensor.train.config import Mics
@@ -56,9 +56,6 @@ def marked(names: list[str]) -> list[Any]:
     return [pytest.param(name, marks=left.get(name, ())) for name in names]
 
 
-# A rounding that sends a token to another expert changes the norm by parts in a thousand. At the
-# rate of the small run that happens in step 3; with steps this small the two stay together.
-SMALL_STEPS = "--optimizer.lr=1e-5"
 COMMON = (
     "--training.steps=3",
     "--mics.partition_size=none",
