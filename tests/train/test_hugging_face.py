@@ -30,8 +30,9 @@ def weights(trainer: MicsTrainer) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.matrix  # until it has been seen to pass
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=() if m == "qwen3" else pytest.mark.matrix) for m in MODELS]
+)
 @ranks(4, timeout_s=150)
 def test_what_goes_out_comes_in(tmp_path: Path, model: str) -> None:
     chosen = (*MODELS[model], "--checkpoint.enable=true", "--training.global_batch_size=4")
