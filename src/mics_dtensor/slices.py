@@ -24,6 +24,7 @@ from mics_dtensor.upstream import (
     as_summand,
     flat_shard,
     hooks_of,
+    lies_end_to_end,
     local_of,
     mesh_of_parameter,
     reduce_scatter,
@@ -222,7 +223,8 @@ class SlicesGathered:
     """Every replica's slices of one unit on their way into the shards. Collective over `group`.
 
     In place where the shards lie end to end in `room`: one message, nothing is copied. Else staged:
-    one message of the whole shard of the unit, freed when `wait` has copied it out.
+    one message of the whole shard of the unit, freed when `wait` has copied it out. So it is where
+    the shards have moved from `room` meanwhile (`.to(dtype)`).
     """
 
     def __init__(
@@ -236,7 +238,8 @@ class SlicesGathered:
         async_op: bool = False,
     ) -> None:
         self._slices, self._me = slices, group.rank()
-        self._staged: torch.Tensor | None = None
+        self._rows: torch.Tensor | None = None  # [replica, share], staged or in place
+        self._room = room
         self._work: dist.Work | None = None
         share = max(sum(end - start for start, end in its) for its in self._of_replicas(group))
         if not share:
@@ -246,8 +249,9 @@ class SlicesGathered:
             staged = flats[0].new_empty(group.size(), share, device=device)
             mine = torch.cat([its.of(at) for its, at in zip(slices, flats, strict=True)])
             staged[self._me, : mine.numel()] = mine
-            self._staged, room = staged, staged.view(-1)
+            room = staged.view(-1)
         whole = room[: group.size() * share]
+        self._rows = whole.view(group.size(), share)
         own = whole[self._me * share : (self._me + 1) * share]
         if stages is not None:
             hierarchical = HierarchicalAllGather(stages, unit="slices")
@@ -260,18 +264,24 @@ class SlicesGathered:
         """Until the shards are whole (on CUDA: until the current stream may use them)."""
         if self._work is not None:
             self._work.wait()
-        if self._staged is None:
+        rows, self._rows = self._rows, None
+        if rows is None or self._is_in_place:
             return
-        if self._staged.is_cuda:  # it may be copied out on another stream than it was made on
-            self._staged.record_stream(torch.cuda.current_stream(self._staged.device))
-        for replica, row in enumerate(self._staged):
+        if rows.is_cuda:  # it may be copied out on another stream than it was made on
+            rows.record_stream(torch.cuda.current_stream(rows.device))
+        for replica, row in enumerate(rows):
             at = 0
             for its in self._slices:
                 start, end = its.ranges[replica]
                 if replica != self._me:
                     flat_shard(its.param)[start:end] = row[at : at + end - start]
                 at += end - start
-        self._staged = None
+
+    @property
+    def _is_in_place(self) -> bool:
+        """Whether the message has gone to where the shards lie by now."""
+        params = [its.param for its in self._slices]
+        return self._room is not None and lies_end_to_end(params, self._room)
 
     def _of_replicas(self, group: dist.ProcessGroup) -> list[list[Range]]:
         return [[its.ranges[replica] for its in self._slices] for replica in range(group.size())]

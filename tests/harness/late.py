@@ -20,7 +20,9 @@ def hold_back(patch: pytest.MonkeyPatch) -> None:
         self.held = None
         start(self, slices, group=group, async_op=False, **more)
         if async_op:
+            rows = self._rows
             wait(self)
+            self._rows = rows
             shards = [its.param.local.view(-1) for its in slices]
             self.held = [(its, at, at.clone()) for its, at in zip(slices, shards, strict=True)]
             for its, at, _ in self.held:
@@ -30,8 +32,7 @@ def hold_back(patch: pytest.MonkeyPatch) -> None:
     def waited(self: Any) -> None:
         for _, at, right in self.held or []:
             at.copy_(right)
-        if self.held is None:
-            wait(self)
+        wait(self)
 
     patch.setattr(SlicesGathered, "__init__", started)
     patch.setattr(SlicesGathered, "wait", waited)

@@ -124,6 +124,23 @@ def test_loading_while_slices_travel_keeps_what_was_loaded() -> None:
 
 
 @ranks(2, timeout_s=110)
+def test_shards_that_move_while_slices_travel_get_them_where_they_are() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        hold_back(patch)
+        (model, optimizer), (plain, other) = made((2, 1), overlap_update=True), made((2, 1))
+        for step in range(2):  # the second staged: there is no room where they lie by then
+            for each, its in ((model, optimizer), (plain, other)):
+                backwards(each, step)
+                its.step()
+                its.zero_grad()
+                each.to(torch.float64).to(torch.float32)
+            assert any(t.isnan().any() for t in locals_of(model))
+            model(batch(1, width=9))
+            for mine, theirs in zip(locals_of(model), locals_of(plain), strict=True):
+                assert torch.equal(mine, theirs)
+
+
+@ranks(2, timeout_s=110)
 def test_the_next_forward_is_told_what_to_wait_for() -> None:
     """set_post_optim_event after the step; after wait(), all that is queued by then."""
     model, optimizer = made((2, 1), overlap_update=True)
