@@ -10,10 +10,10 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.planner import published
+from benchmarks.planner import deepspeed, published
 from benchmarks.planner.checks import all_checks
 from benchmarks.planner.counted import byte_cases
-from benchmarks.planner.tables import decay_cases, hops
+from benchmarks.planner.tables import decay_cases, fabrics, hops
 
 
 def main() -> int:
@@ -27,14 +27,23 @@ def main() -> int:
         print(f"A800 (AMSP): product_share {published.amsp_fit():.3f}")
         for curve, hop_s in hops().items():
             print(f"{curve}: hop_s {hop_s * 1e6:.1f} us")
+        for fabric, (share, hop_s) in fabrics().items():
+            print(f"{fabric}: share {share:.3f}, hop_s {hop_s * 1e6:.1f} us")
+        for need in (deepspeed.of_one_node(), deepspeed.of_many_nodes()):
+            print(f"deepspeed-0.5 on {need.ranks} ranks: {need.seconds * 1e3:.2f} ms a message")
+        host = deepspeed.fitted_host()
+        print(f"deepspeed-0.5: message_s {host.message_s * 1e6:.1f} us, ", end="")
+        print(f"rank_s {host.rank_s * 1e6:.1f} us")
         return 0
     runs = {
         "llm-foundry 16-128": published.mpt_cases(),
         "torchtitan 8 -> 128": published.titan_cases(),
         "AMSP 64": published.amsp_cases(),
     }
+    later = {"DeepSpeed 0.6, 52B": deepspeed.later_cases()}
     others = {"busbw by nodes, GB/s": decay_cases(), "bytes out of a node": byte_cases()}
-    groups = {f"{name}, tokens/s of a GPU": cases for name, cases in runs.items()} | others
+    groups = {f"{name}, tokens/s of a GPU": cases for name, cases in runs.items()}
+    groups |= {f"{name}, TFLOP/s of a GPU": cases for name, cases in later.items()} | others
     for name, cases in groups.items():
         print(f"{name}\n{'':<46} {'published':>12} {'ours':>12} {'error':>8}")
         for case in cases:
@@ -43,7 +52,7 @@ def main() -> int:
                 f"{case.error:>+8.1%}"
             )
         print()
-    checks = all_checks(runs)
+    checks = all_checks(runs | later)
     for check in checks:
         value = "" if check.value is None else f"{check.value:.3f}"
         said = {True: "holds", False: "FAILS", None: "not measured here"}[check.holds]

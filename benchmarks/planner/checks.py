@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.planner import published
+from benchmarks.planner import deepspeed
 from benchmarks.planner.counted import byte_cases
 from benchmarks.planner.published import Case
 from benchmarks.planner.step_times import FILE
@@ -18,12 +18,12 @@ from mics_dtensor.layout import Layout, partition_sizes
 from mics_dtensor.plan.cluster import presets
 from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.plan.memory import Holding, peak_memory
+from mics_dtensor.plan.overlap import PROFILES
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
 from mics_dtensor.plan.question import Question
 from mics_dtensor.plan.search import answer
 from mics_dtensor.plan.shape import ModelShape, preset_of
-from mics_dtensor.plan.step import PROFILES
 from mics_dtensor.topology import Topology
 
 
@@ -56,20 +56,19 @@ def of_cases(name: str, cases: list[Case], reason: str = "") -> Iterator[Check]:
 
 
 ZERO3_REASON = (
-    "neither the wire nor the hops of the tables explain it: with every message shown and one a "
-    "matrix the step keeps {share:.2f} and reaches {tflops:.0f} TFLOP/s; DeepSpeed 0.5's own host "
-    "time, and the network on 64 nodes, are in no source that was read"
+    "the constants of deepspeed-0.5 are fitted on 8 and 64 GPUs (--fit); what 512 add beyond is in "
+    "no source that was read"
 )
 MPT_70B_REASON = (
-    "mpt-70b-a100-40gb-64 runs 27 % slower than the same model on 128 GPUs (276 to 376 tokens/s), "
-    "at the edge of its memory; S6 saw the allocator free and take memory again there, which is "
-    "not modelled"
+    "mpt-70b-a100-40gb-64 runs 27 % slower than the same model on 128 GPUs (276 to 376 tokens/s) "
+    "and 26 % slower than on 32 of 80 GB at the same micro-batch: the allocator at the edge of 40 "
+    "GB (S6) or a slow node, neither of which is modelled; our memory is the same on 64 as on 128"
 )
 
 
 def smallest_group() -> int:
     """The smallest partition size with which the 100B model fits p4de."""
-    setting = published.mics_100b(512, partition_size=8, overlap="fsdp2", hierarchical=True)
+    setting = deepspeed.mics_100b(512, partition_size=8, overlap="fsdp2", hierarchical=True)
     topology = Topology.uniform(world_size=512, ranks_per_node=8)
     for size in partition_sizes(topology):
         layout = Layout(topology=topology, partition_size=size)
@@ -83,24 +82,22 @@ def scaling_checks() -> Iterator[Check]:
     """128 to 512 GPUs: MiCS and ZeRO-3, against the paper's headline."""
     size = smallest_group()
     mics = [
-        published.tflops(
-            published.mics_100b(gpus, partition_size=size, overlap="fsdp2", hierarchical=True)
+        deepspeed.tflops(
+            deepspeed.mics_100b(gpus, partition_size=size, overlap="fsdp2", hierarchical=True)
         )
         for gpus in (128, 512)
     ]
-    zero, shown = (
-        [
-            published.tflops(
-                published.mics_100b(gpus, partition_size=gpus, overlap=its, hierarchical=False)
+    zero = [
+        deepspeed.tflops(
+            deepspeed.mics_100b(
+                gpus, partition_size=gpus, overlap=deepspeed.ZERO3_05, hierarchical=False
             )
-            for gpus in (128, 512)
-        ]
-        for its in ("deepspeed", "none")
-    )
-    why = ZERO3_REASON.format(share=shown[1] / shown[0], tflops=shown[1])
-    for name, pair, published_share, within, reason in (
-        (f"MiCS 100B (partition size {size})", mics, 0.994, 0.01, ""),
-        ("ZeRO-3 100B", zero, 0.72, 0.08, why),
+        )
+        for gpus in (128, 512)
+    ]
+    for name, pair, published_share, within in (
+        (f"MiCS 100B (partition size {size})", mics, 0.994, 0.01),
+        ("ZeRO-3 100B", zero, 0.72, 0.08),
     ):
         share = pair[1] / pair[0]
         holds = abs(share - published_share) <= within
@@ -109,7 +106,7 @@ def scaling_checks() -> Iterator[Check]:
             value=share,
             bound=f"{published_share} +- {within}",
             holds=holds,
-            reason="" if holds else reason,
+            reason="" if holds else ZERO3_REASON,
         )
     holds = abs(zero[1] / 62 - 1) <= 0.2
     yield Check(
@@ -117,7 +114,7 @@ def scaling_checks() -> Iterator[Check]:
         value=zero[1],
         bound="62 +- 20 %",
         holds=holds,
-        reason="" if holds else why,
+        reason="" if holds else ZERO3_REASON,
     )
     yield Check(
         name="ZeRO-3 100B on 512 GPUs is slower than MiCS",
@@ -128,20 +125,11 @@ def scaling_checks() -> Iterator[Check]:
 
 
 def decay_checks() -> Iterator[Check]:
-    """An all-reduce of 256 MiB from 4 to 64 nodes (S29), to which nothing was fitted."""
-    cases = decay_cases()
-    published_share = cases[-1].published / cases[0].published
-    ours = cases[-1].predicted / cases[0].predicted
+    """An all-reduce of 256 MiB on 32 and 64 nodes (S29); 4 to 16 were fitted."""
     yield at_most(
-        f"busbw by nodes: share that 64 keep of 4 ({ours:.3f}, published {published_share:.3f})",
-        abs(ours / published_share - 1),
+        f"busbw by nodes: largest error of {len(decay_cases())}",
+        max(abs(case.error) for case in decay_cases()),
         0.25,
-    )
-    yield at_most(
-        f"busbw by nodes: mean error of {len(cases)}",
-        statistics.mean(abs(case.error) for case in cases),
-        0.25,
-        "the preset is too kind by a third: its NIC share and hops are those of two nodes alone",
     )
 
 

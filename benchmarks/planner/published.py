@@ -11,10 +11,10 @@ from typing import Any
 
 from mics_dtensor.layout import Layout
 from mics_dtensor.plan.cluster import Cluster, preset_cluster
-from mics_dtensor.plan.cluster_file import cluster
+from mics_dtensor.plan.overlap import PROFILES, Overlap
 from mics_dtensor.plan.presets.units import Policy, traffic_units
 from mics_dtensor.plan.shape import Checkpointing, ModelShape, preset_of
-from mics_dtensor.plan.step import PROFILES, Overlap, StepTime, Work, step_time
+from mics_dtensor.plan.step import StepTime, Work, step_time
 from mics_dtensor.plan.traffic import Options, step_traffic
 from mics_dtensor.topology import Topology
 
@@ -47,7 +47,7 @@ class Setting:
     overlap: Overlap
     policy: Policy
     hierarchical: bool = False
-    messages_of_a_unit: int = 1
+    fused_qkv: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +71,23 @@ def seconds(setting: Setting) -> StepTime:
     )
     layout = Layout(topology=topology, partition_size=setting.partition_size)
     units = traffic_units(preset_of(setting.shape, name="published"), layout, setting.policy)
+    if not setting.fused_qkv:
+        units = tuple(replace(unit, shapes=_three(unit.shapes)) for unit in units)
     options = Options(
         num_micro_steps=setting.micro_steps,
         hierarchical=setting.hierarchical,
         two_hop=layout.num_replicas > 1,
     )
     traffic = step_traffic(units, options)
-    stages = (replace(s, calls=s.calls * setting.messages_of_a_unit) for s in traffic.stages)
-    traffic = replace(traffic, stages=tuple(stages))
     return step_time(units, traffic, setting.work, setting.cluster, setting.overlap)
+
+
+def _three(shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Queries, keys and values of like width as three matrices, where they are one."""
+    first, *others = shapes
+    if len(first) < 2 or first[0] != 3 * first[1]:
+        return shapes
+    return ((first[1], first[1]),) * 3 + tuple(others)
 
 
 def tokens_per_s(setting: Setting) -> float:
@@ -135,11 +143,12 @@ def mpt(row: dict[str, Any]) -> Setting:
     """A row of llm-foundry (S19): FSDP over all ranks; "full" stops early, as torch's default."""
     known = {model["name"]: model for model in DATA["model"]}
     shape = _dense(known.get(row["model"].removeprefix("MPT-"), MPT_125M))
+    # H100 rows do not say their network: 3,200 Gbit/s, as all H100 presets.
+    its = _cluster_of(row["gpu"], row.get("nic_total_gbit_per_s", 3200))
     checkpointing: Checkpointing = "early" if row["activation_checkpoint"] == "full" else "none"
     return Setting(
         shape=shape,
-        # H100 rows do not say their network: 3,200 Gbit/s, as all H100 presets.
-        cluster=_cluster_of(row["gpu"], row.get("nic_total_gbit_per_s", 3200)),
+        cluster=its,
         gpus=row["gpus"],
         partition_size=row["partition_group"],
         work=Work(
@@ -149,7 +158,7 @@ def mpt(row: dict[str, Any]) -> Setting:
             checkpointing=checkpointing,
         ),
         micro_steps=row["grad_accum"],
-        overlap=PROFILES["fsdp2"],
+        overlap=PROFILES["fsdp2"].on(its),
         policy=Policy(reduce_itemsize=2, hop_itemsize=2, chunked_loss=False),
     )
 
@@ -172,14 +181,15 @@ def mpt_cases() -> list[Case]:
 
 def titan(row: dict[str, Any]) -> Setting:
     """A row of torchtitan (S16): Llama 3.1 8B, sequences of 8,192, checkpointing by operator."""
+    its = _cluster_of(row["gpu"], row["nic_total_gbit_per_s"])
     return Setting(
         shape=LLAMA_8B,
-        cluster=_cluster_of(row["gpu"], row["nic_total_gbit_per_s"]),
+        cluster=its,
         gpus=row["gpus"],
         partition_size=row["partition_group"],
         work=Work(shape=LLAMA_8B, seq_len=8192, micro_batch=2, checkpointing="op"),
         micro_steps=1,
-        overlap=PROFILES["fsdp2"],
+        overlap=PROFILES["fsdp2"].on(its),
         policy=Policy(chunked_loss=False),
     )
 
@@ -202,10 +212,10 @@ def amsp(
     """A row of AMSP (S11): parameters and gradients over sizes[0] ranks, states over sizes[1]."""
     (read,) = (each for each in DATA["model"] if each["name"] == model)
     parts = overlap.split("+")
-    shape = _dense(read)
+    shape, its = _dense(read), _cluster_of("A800-80GB", 800)
     return Setting(
         shape=shape,
-        cluster=_cluster_of("A800-80GB", 800),
+        cluster=its,
         gpus=gpus,
         partition_size=sizes[0],
         work=Work(
@@ -221,7 +231,7 @@ def amsp(
             reduce="ag_rs" in parts,
             boundary="ar" in parts,
             update="bc" in parts,
-        ),
+        ).on(its),
         policy=Policy(reduce_itemsize=2, hop_itemsize=2, chunked_loss=False),
     )
 
@@ -253,39 +263,3 @@ def amsp_cases() -> list[Case]:
             name = f"amsp-{row['model']}-{row['overlap']}-{steps}"
             cases.append(Case(name=name, published=published, predicted=predicted))
     return cases
-
-
-GPT_100B = ModelShape(
-    num_layers=80,
-    hidden=10240,
-    attention_width=10240,
-    key_value_width=10240,
-    ffn=40960,
-    vocab=50257,
-    gated=False,
-)
-
-
-MATRICES_OF_A_BLOCK = 4
-"""DeepSpeed gathers a module's parameters when the module runs: one message a matrix."""
-
-
-def mics_100b(gpus: int, *, partition_size: int, overlap: str, hierarchical: bool) -> Setting:
-    """100B on p4de (S1, S2). Shape and micro-batch are chosen here; the paper's are not known."""
-    return Setting(
-        shape=GPT_100B,
-        cluster=cluster("p4de"),
-        gpus=gpus,
-        partition_size=partition_size,
-        work=Work(shape=GPT_100B, seq_len=2048, micro_batch=8, checkpointing="full"),
-        micro_steps=1,
-        overlap=PROFILES[overlap],
-        policy=Policy(reduce_itemsize=2, hop_itemsize=2, chunked_loss=False),
-        hierarchical=hierarchical,
-        messages_of_a_unit=1 if overlap == "fsdp2" else MATRICES_OF_A_BLOCK,
-    )
-
-
-def tflops(setting: Setting) -> float:
-    """Model TFLOP/s of a GPU."""
-    return tokens_per_s(setting) * setting.shape.model_flops(setting.work.seq_len) / 1e12

@@ -171,6 +171,7 @@ def preset_of_cluster(name: str) -> Cluster:
         ranks_per_node=entry["ranks_per_node"],
         nic_gbit_per_s=entry["nic_gbit_per_s"],
         between_curve=entry["between_curve"],
+        fabric=entry.get("fabric"),
     )
 
 
@@ -182,13 +183,25 @@ def gpu_named(said: str) -> str | None:
 
 
 def preset_cluster(
-    *, name: str, gpu: str, ranks_per_node: int, nic_gbit_per_s: float, between_curve: str
+    *,
+    name: str,
+    gpu: str,
+    ranks_per_node: int,
+    nic_gbit_per_s: float,
+    between_curve: str,
+    fabric: str | None = None,
 ) -> Cluster:
-    """Nodes of GPUs of the presets behind a NIC of that line rate. Raises PlanError."""
+    """Nodes of GPUs of the presets behind a NIC of that line rate. Raises PlanError.
+
+    `fabric`: share of the line rate and hop of its rings; not given, `nic_share` and the curve's.
+    """
     read = presets()
     if gpu not in read["gpu"]:
         raise PlanError(f"no GPU {gpu!r} is known; choose from {', '.join(read['gpu'])}")
     its, nccl = read["gpu"][gpu], read["nccl"]
+    curve = _curve(read["curve"][between_curve])
+    ring = {"share": nccl["nic_share"], "hop_s": curve["hop_latency_s"], "source": nccl["source"]}
+    ring = ring if fabric is None else read["fabric"][fabric]
     return Cluster(
         name=name,
         gpu=gpu,
@@ -205,13 +218,14 @@ def preset_cluster(
             source=f"{its['source']}; curve {its['inside_curve']}",
         ),
         between=Link(
-            bandwidth_bytes_per_s=nic_gbit_per_s / 8 * 1e9 * nccl["nic_share"],
-            **_curve(read["curve"][between_curve]),
+            bandwidth_bytes_per_s=nic_gbit_per_s / 8 * 1e9 * ring["share"],
+            **curve | {"hop_latency_s": ring["hop_s"]},
             origin="preset",
-            source=f"{nic_gbit_per_s:g} Gbit/s x {nccl['nic_share']} ({nccl['source']}); curve "
+            source=f"{nic_gbit_per_s:g} Gbit/s x {ring['share']} ({ring['source']}); curve "
             f"{between_curve}",
         ),
         base_latency_s=nccl["base_latency_s"],
+        overlap_slowdown=nccl["sms"] / its["sms"],
         origin="preset",
         source=its["source"],
     )

@@ -10,10 +10,11 @@ from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import Layout, partition_sizes
 from mics_dtensor.plan.cluster import UNCERTAINTY, Cluster
 from mics_dtensor.plan.memory import Holding, Memory, peak_memory
+from mics_dtensor.plan.overlap import Overlap
 from mics_dtensor.plan.presets.units import traffic_units
 from mics_dtensor.plan.question import Question, Variant, variants_of
 from mics_dtensor.plan.shape import ModelShape, shape_of
-from mics_dtensor.plan.step import Overlap, StepTime, Work, step_time
+from mics_dtensor.plan.step import StepTime, Work, step_time
 from mics_dtensor.plan.traffic import Options, Traffic, Unit, step_traffic
 
 RESOLUTION = 0.02

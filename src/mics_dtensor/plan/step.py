@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import GroupShape
 from mics_dtensor.plan.cluster import Cluster
 from mics_dtensor.plan.cost import stage_s
+from mics_dtensor.plan.overlap import Overlap, gathered_again, matrices, message_s
 from mics_dtensor.plan.shape import Checkpointing, ModelShape
 from mics_dtensor.plan.stage import Stage
 from mics_dtensor.plan.traffic import Traffic, Unit
 
 ADAMW_PASSES = 8
 """fp32 numbers a parameter moves: AdamW reads p, g, m, v and writes p, m, v; the norm reads g."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Overlap:
-    """Which messages run beside products, and how much slower those are meanwhile."""
-
-    gather: bool
-    reduce: bool
-    boundary: bool = False
-    update: bool = False
-    slowdown: float = 0.0
-
-
-PROFILES: Mapping[str, Overlap] = {
-    "fsdp2": Overlap(gather=True, reduce=True),
-    "deepspeed": Overlap(gather=True, reduce=False),
-    "none": Overlap(gather=False, reduce=False),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +60,7 @@ def step_time(
     units: Sequence[Unit], traffic: Traffic, work: Work, cluster: Cluster, overlap: Overlap
 ) -> StepTime:
     """The terms of a step (T1). `traffic` is that of `units`, which are in forward order."""
-    pieces = _pieces(units, traffic, work, cluster)
+    pieces = _pieces(units, traffic, work, cluster, overlap)
     steps = traffic.num_micro_steps
     forward_s, backward_s = exposed_s(pieces, overlap)
     compute_s = sum(piece.count * (piece.forward_s + piece.backward_s) for piece in pieces)
@@ -91,16 +74,16 @@ def step_time(
         if work.num_states_shards == whole:
             boundary_s /= 2  # a reduce-scatter: the other half of the all-reduce is the update
     last_backward_s = sum(piece.count * piece.backward_s for piece in pieces)
-    if overlap.boundary:
-        boundary_s = max(0.0, boundary_s - last_backward_s)
-    if overlap.update:
-        update_s = max(0.0, update_s - sum(piece.count * piece.forward_s for piece in pieces))
+    first_forward_s = sum(piece.count * piece.forward_s for piece in pieces)
+    hidden_boundary_s = min(boundary_s, last_backward_s) * overlap.boundary
+    hidden_update_s = min(update_s, first_forward_s) * overlap.update
+    beside_s = overlap.slowdown * (hidden_boundary_s + hidden_update_s)
     return StepTime(
-        compute_s=steps * compute_s,
+        compute_s=steps * compute_s + beside_s,
         exposed_gather_s=steps * (forward_s.gather_s + backward_s.gather_s),
         exposed_reduce_s=steps * (forward_s.reduce_s + backward_s.reduce_s),
-        boundary_s=boundary_s,
-        update_s=update_s,
+        boundary_s=boundary_s - hidden_boundary_s,
+        update_s=update_s - hidden_update_s,
         optimizer_s=optimizer_s(units, work, cluster),
     )
 
@@ -128,16 +111,22 @@ class Exposed:
         return Exposed(self.gather_s + other.gather_s, self.reduce_s + other.reduce_s)
 
 
-def _pieces(units: Sequence[Unit], traffic: Traffic, work: Work, cluster: Cluster) -> list[Piece]:
+def _pieces(
+    units: Sequence[Unit], traffic: Traffic, work: Work, cluster: Cluster, overlap: Overlap
+) -> list[Piece]:
     by_unit: dict[str, list[Stage]] = {}
     for stage in traffic.stages:
         by_unit.setdefault(stage.unit, []).append(stage)
     pieces = []
     for unit in units:
         each = unit.count * traffic.num_micro_steps
-        seconds = {s.name: stage_s(s, cluster) / each for s in by_unit.get(unit.name, ())}
+        stages = by_unit.get(unit.name, ())
+        seconds = {s.name: message_s(s, unit, cluster, overlap) / each for s in stages}
         whole = sum(s for name, s in seconds.items() if name in GATHERS)
         first = whole if unit.regather is not None else whole / unit.gathers
+        again = whole - first
+        if overlap.host is not None and work.checkpointing == "full":
+            again *= 1 + gathered_again(matrices(unit), overlap.host.reuse_numel)
         forward_s, backward_s = unit_compute_s(unit, work, cluster)
         pieces.append(
             Piece(
@@ -145,7 +134,7 @@ def _pieces(units: Sequence[Unit], traffic: Traffic, work: Work, cluster: Cluste
                 forward_s=forward_s,
                 backward_s=backward_s,
                 gather_s=first,
-                gather_again_s=whole - first + seconds.get("gather again", 0.0),
+                gather_again_s=again + seconds.get("gather again", 0.0),
                 reduce_s=sum(s for name, s in seconds.items() if name in REDUCES),
             )
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import exp, log
@@ -96,17 +96,25 @@ def fitted(timing: Timing, *, edges: float = 1.0, from_bytes: int = 0) -> Fit:
     # Both sides over the seconds: 1 = latency u + v / rate.
     us = [1 / s for s in seconds]
     vs = [m / s for m, s in zip(moved, seconds, strict=True)]
-    uu, vv = sum(u * u for u in us), sum(v * v for v in vs)
-    uv = sum(u * v for u, v in zip(us, vs, strict=True))
-    determinant = uu * vv - uv * uv
-    latency_s = per_byte = 0.0
-    if determinant > 1e-9 * uu * vv:
-        latency_s = (sum(us) * vv - sum(vs) * uv) / determinant
-        per_byte = (sum(vs) * uu - sum(us) * uv) / determinant
+    latency_s, per_byte = two_parameters(us, vs, [1.0] * len(us))
     if latency_s <= 0 or per_byte <= 0:
-        latency_s, per_byte = 0.0, sum(vs) / vv
+        latency_s, per_byte = 0.0, sum(vs) / sum(v * v for v in vs)
     worst = max(abs(latency_s * u + per_byte * v - 1) for u, v in zip(us, vs, strict=True))
     return Fit(latency_s, 1 / per_byte, worst)
+
+
+def two_parameters(
+    us: Sequence[float], vs: Sequence[float], targets: Sequence[float]
+) -> tuple[float, float]:
+    """A and b that make a u + b v the targets, by least squares; both 0 where u and v are alike."""
+    uu, vv = sum(u * u for u in us), sum(v * v for v in vs)
+    uv = sum(u * v for u, v in zip(us, vs, strict=True))
+    ut = sum(u * t for u, t in zip(us, targets, strict=True))
+    vt = sum(v * t for v, t in zip(vs, targets, strict=True))
+    determinant = uu * vv - uv * uv
+    if determinant <= 1e-9 * uu * vv:
+        return 0.0, 0.0
+    return (ut * vv - vt * uv) / determinant, (vt * uu - ut * uv) / determinant
 
 
 def hop_inside_s(timing: Timing, fit: Fit, *, base_s: float = 0.0) -> float:

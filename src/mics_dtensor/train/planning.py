@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 from mics_dtensor.errors import PlanError
 from mics_dtensor.plan.cluster import Cluster
 from mics_dtensor.plan.cluster_file import cluster
+from mics_dtensor.plan.overlap import PROFILES
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy
 from mics_dtensor.plan.question import Question
 from mics_dtensor.plan.report import recommendation
 from mics_dtensor.plan.search import answer
 from mics_dtensor.plan.shape import Checkpointing
-from mics_dtensor.plan.step import PROFILES
 from mics_dtensor.topology import Topology
 from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.key import value_at
@@ -77,7 +77,7 @@ def question(
             reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
             chunked_loss=num_loss_chunks(config) > 1,
         ),
-        overlap=replace(PROFILES["fsdp2"], slowdown=cluster.overlap_slowdown),
+        overlap=PROFILES["fsdp2"].on(cluster),
         micro_batches=() if freedom.variants else (training.local_batch_size,),
         checkpointings=("none", "op", "full") if freedom.variants else (_checkpointing(config),),
         hierarchies=(True, False) if freedom.variants else (mics.hierarchical,),
