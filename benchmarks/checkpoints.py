@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.results import commit, processor
 from mics_dtensor.checkpoint.checkpoints import CheckpointOptions, Checkpoints
 
 LAYER = 1024  # of its square
@@ -71,6 +72,15 @@ class Run:
         self.folder = folder
         self.model, self.optimizer = model, optimizer
         self.sizes: dict[str, int] = {}
+        self.checkpoints = {
+            mode: Checkpoints(
+                folder / mode,
+                model=model,
+                optimizer=optimizer,
+                options=CheckpointOptions(asynchronous=mode == "asynchronous"),
+            )
+            for mode in ("synchronous", "asynchronous")
+        }
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The shards of this rank: weights and two moments."""
@@ -111,14 +121,11 @@ class Run:
             dropped(path)
             found.append((f"{name} read", timed(loaded)))
             path.unlink()
-        for mode in ("synchronous", "asynchronous"):
-            folder = self.folder / mode
-            options = CheckpointOptions(asynchronous=mode == "asynchronous")
-            its = Checkpoints(folder, model=self.model, optimizer=self.optimizer, options=options)
+        for mode, its in self.checkpoints.items():
+            folder = its.folder
             found.append((f"{mode} save", timed(lambda its=its: its.save(repetition))))
             if mode == "asynchronous":
                 found.append(("asynchronous wait", timed(its.wait)))
-            its.close()
             for path in sorted((folder / f"step-{repetition}").iterdir()):
                 dropped(path)
             if mode == "synchronous":
@@ -176,6 +183,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
+    load_average = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         context = get_context("fork")
         ranks = [
@@ -189,9 +197,10 @@ def main() -> None:
         answer = json.loads((Path(folder) / "answer.json").read_text())
     told = {
         "schema": 1,
-        "host": f"{platform.processor() or platform.machine()}, {platform.release()}",
+        "host": f"{processor()}, {platform.system()} {platform.release()}",
         "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
+        "load_average": load_average,
+        "commit": commit(),
         "versions": {"torch": metadata.version("torch")},
         "date": date.today().isoformat(),
         "configuration": {"ranks": options.ranks, "repeat": options.repeat},

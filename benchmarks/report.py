@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -45,6 +46,8 @@ def _section(launches: Sequence[dict[str, Any]]) -> Iterator[str]:
     first = launches[0]
     if "modes" in first:
         yield from _memory(first)
+    elif "ratios" in first:
+        yield from _saving(first)
     elif module := next((m for key, m in _MODULES.items() if key in first), None):
         yield from _description(first)
         yield ""
@@ -134,6 +137,28 @@ def _memory(results: dict[str, Any]) -> Iterator[str]:
         ratio = f"{cells[2] / cells[3]:.3f}" if cells[3] else ""
         told = [f"{cell / 1e6:.1f}" for cell in cells[: 4 if cells[3] else 2]]
         yield f"| {mode} | {' | '.join([*told, *[''] * (4 - len(told)), ratio])} |"
+
+
+def _saving(results: dict[str, Any]) -> Iterator[str]:
+    """Of `benchmarks.checkpoints`."""
+    its, seconds = results["configuration"], results["seconds"]
+    yield (
+        f"{its['ranks']} CPU ranks, {results['bytes'] / 1e6:,.0f} MB of weights and moments "
+        f"(`python -m benchmarks.checkpoints`), {its['repeat']} repetitions. {results['date']}, "
+        f"commit `{results['commit'][:12]}`; {results['host']}, {results['cores']} cores, load "
+        f"{results['load_average']:.1f} before; torch {results['versions']['torch']}."
+    )
+    yield ""
+    yield "| | s, median (min, max) |"
+    yield "|---|---|"
+    for name, each in seconds.items():
+        middle = statistics.median(each)
+        yield f"| {name} | {middle:.2f} ({min(each):.2f}, {max(each):.2f}) |"
+    yield ""
+    yield "| ratio, median of those of each repetition | |"
+    yield "|---|---|"
+    for name, ratio in results["ratios"].items():
+        yield f"| {name} | {ratio:.2f} |"
 
 
 _MODULES: dict[str, Any] = {"launches": scaling, "sizes": crossover}

@@ -31,7 +31,7 @@ def describe(wanted: Run, records: Sequence[Record]) -> dict[str, Any]:
     del configuration["cases"], configuration["peer_python"]
     return {
         "schema": SCHEMA,
-        "host": f"{_processor()}, {platform.system()} {platform.release()}",
+        "host": f"{processor()}, {platform.system()} {platform.release()}",
         "cores": os.cpu_count(),
         "versions": versions,
         "commit": commit(),
@@ -141,7 +141,8 @@ def _wire_s(sent: float, rate: str | None) -> float:
     return 8 * sent / (float(rate[:-4]) * units[rate[-4:]])
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of the machine's processor."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -65,7 +65,8 @@ def agreed(question: Callable[[], Value], *, others_as: type[MicsError] | None =
     for rank, its in enumerate(told):
         if its is not None:
             kind, words = its
-            raise kind(words if rank == 0 or all(told) else f"{words} (on rank {rank})")
+            names_it = rank != 0 and not all(told)
+            raise kind(f"{words} (on rank {rank})" if names_it else words) from error
     return answer[0]
 
 

@@ -1,46 +1,31 @@
-"""Checkpoints on real ranks: exact between shapes, one copy written, each byte read once."""
+"""Checkpoints on real ranks: one copy written, each byte read once, and what is refused."""
 
 from __future__ import annotations
 
 import json
+import os
 import pickle
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from harness.checkpointed import SLICED, made, same, train, values
 from harness.counting import count_collectives
 from harness.ranks import ranks
-from harness.sharded import batch, mesh_of, said_by_all, shard, whole
+from harness.sharded import mesh_of, said_by_all, shard
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from mics_dtensor import ReplicaShardedOptimizer, gradient_accumulation
 from mics_dtensor.checkpoint import reading
 from mics_dtensor.checkpoint.checkpoints import CheckpointOptions, Checkpoints
 from mics_dtensor.checkpoint.manifest import Manifest
-from mics_dtensor.errors import CheckpointError
-from mics_dtensor.upstream import local_of
-
-SLICED, TENSOR_PARALLEL, FEED = "sliced", "tensor parallel", "feed"
-
-
-class Uneven(nn.Module):
-    """Rows that no number of shards divides, a buffer, a scalar-like parameter."""
-
-    def __init__(self, last: int = 17) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(5, 9), nn.Linear(9, last)])
-        self.one = nn.Parameter(torch.ones(1))
-        self.register_buffer("seen", torch.zeros(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x * self.one
+from mics_dtensor.errors import CheckpointError, CommunicationError
 
 
 class Layers(nn.Module):
@@ -54,139 +39,6 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-class Block(nn.Module):
-    """What tensor parallelism cuts, and what it does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(5, 8), nn.Linear(8, 5), nn.LayerNorm(5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.down(torch.tanh(self.up(x))))
-
-
-class Feed(nn.Module):
-    """For two ranks of tensor parallelism, or for none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Block()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers[0](x)
-
-
-def made(
-    replicate: int, partition: int, *, kind: str = "", seed: int = 0, last: int = 17
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    if kind == TENSOR_PARALLEL:
-        mesh = mesh_of(replicate, partition, 2)
-        feed: Any = Feed()
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(feed.layers[0], mesh["tp"], plan)
-        model = shard(feed, mesh["replicate", "shard"])
-    else:
-        model = shard(Feed() if kind == FEED else Uneven(last), mesh_of(replicate, partition))
-    if kind == SLICED:
-        return model, ReplicaShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, *steps: int) -> None:
-    rank = dist.get_rank() // 2  # two ranks of tensor parallelism read the same
-    for step in steps:
-        with gradient_accumulation(model, num_micro_steps=2) as accumulation:
-            for micro in range(2):
-                with accumulation.micro_step():
-                    model(batch(step, micro, rank)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: whole(value).clone() for name, value in named}
-
-
-def same(one: dict[Any, torch.Tensor], other: dict[Any, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
-
-
-def states_of(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], torch.Tensor]:
-    """Of this rank: shards, or pieces."""
-    found = {}
-    for key, its in optimizer.state_dict()["state"].items():
-        for name, value in its.items():
-            flat = getattr(value, "flat", value)
-            found[key, name] = local_of(flat).clone()
-    return found
-
-
-def saved_and_loaded(folder: Path, layouts: list[tuple[int, int, str]]) -> None:
-    """From each layout into each other, and back: parameters and moments equal."""
-    models = {layout: made(*layout[:2], kind=layout[2]) for layout in layouts}
-    its = {at: Checkpoints(folder / str(at), model=m, optimizer=o) for at, (m, o) in models.items()}
-    for seed, (source, (model, optimizer)) in enumerate(models.items()):
-        train(model, optimizer, seed, seed + 1)
-        weights, states = values(model), states_of(optimizer)
-        its[source].save(seed)
-        for target, (other, others) in models.items():
-            if target == source:
-                continue
-            train(other, others, 9)
-            there = Checkpoints(folder / str(source), model=other, optimizer=others)
-            assert there.load(seed).step == seed
-            assert same(values(other), weights)
-            # The states too: saved from there they are, piece by piece, what was saved here.
-            its[target].save(seed)
-            train(model, optimizer, 8)
-            Checkpoints(folder / str(target), model=model, optimizer=optimizer).load(seed)
-            assert same(values(model), weights)
-            assert same(states_of(optimizer), states), (source, target)
-
-
-@ranks(4, timeout_s=110)
-def test_saved_on_any_shape_loaded_on_any_other(tmp_path: Path) -> None:
-    saved_and_loaded(tmp_path, [(2, 2, ""), (1, 4, ""), (2, 2, SLICED)])
-
-
-@ranks(4, timeout_s=110)
-def test_with_tensor_parallel_and_without(tmp_path: Path) -> None:
-    saved_and_loaded(tmp_path, [(1, 2, TENSOR_PARALLEL), (2, 1, TENSOR_PARALLEL), (2, 2, FEED)])
-
-
-@pytest.mark.matrix
-@ranks(8, timeout_s=500)
-def test_every_shape_of_eight_ranks(tmp_path: Path) -> None:
-    plain = [(r, 8 // r, "") for r in (1, 2, 4, 8)]
-    saved_and_loaded(tmp_path, [*plain, (2, 4, SLICED), (4, 2, SLICED), (8, 1, SLICED)])
-    feed = [(1, 8, FEED), (4, 2, FEED)]
-    tensor_parallel = [(r, 4 // r, TENSOR_PARALLEL) for r in (1, 2, 4)]
-    saved_and_loaded(tmp_path / "tp", [*tensor_parallel, *feed])
-
-
-@ranks(4, timeout_s=110)
-def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    for replicate, partition, kind in ((2, 2, ""), (1, 4, ""), (2, 2, SLICED)):
-        folder = tmp_path / f"{replicate} {partition} {kind}"
-        straight, its = made(replicate, partition, kind=kind)
-        train(straight, its, 0, 1, 2, 3)
-        model, optimizer = made(replicate, partition, kind=kind)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
-        train(model, optimizer, 0, 1)
-        scheduler.last_epoch = 7
-        Checkpoints(folder, model=model, optimizer=optimizer, extra={"lr": scheduler}).save(2)
-        model, optimizer = made(replicate, partition, kind=kind, seed=5)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
-        found = Checkpoints(folder, model=model, optimizer=optimizer, extra={"lr": scheduler})
-        manifest = found.resume()
-        assert manifest is not None
-        assert (manifest.step, manifest.contents, scheduler.last_epoch) == (2, "training", 7)
-        train(model, optimizer, 2, 3)
-        assert same(values(model), values(straight))
 
 
 @contextmanager
@@ -261,9 +113,11 @@ def test_an_asynchronous_save_holds_the_values_of_its_step(tmp_path: Path) -> No
     for kind in ("", SLICED):
         folder = tmp_path / f"async{kind}"
         model, optimizer = made(2, 2, kind=kind)
-        train(model, optimizer, 0, 1)
+        train(model, optimizer, 0)
         options = CheckpointOptions(asynchronous=True)
         with Checkpoints(folder, model=model, optimizer=optimizer, options=options) as its:
+            its.save(1)
+            train(model, optimizer, 1)
             before = values(model)
             its.save(2)
             with torch.no_grad():  # at once, while it is written
@@ -288,10 +142,6 @@ def test_an_error_in_the_background_reaches_the_loop_on_every_rank(tmp_path: Pat
     its = Checkpoints(folder, model=model, optimizer=optimizer, options=options)
     its.save(1)
     its.wait()
-    if dist.get_rank() == 0:
-        (folder / "step-2").touch()  # in the way of the rename
-        folder.joinpath("step-2").chmod(0o600)
-    dist.barrier()
     real = Manifest.write
     Manifest.write = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # type: ignore[method-assign]
     try:
@@ -304,7 +154,7 @@ def test_an_error_in_the_background_reaches_the_loop_on_every_rank(tmp_path: Pat
     its.save(4)
     its.close()
     dist.barrier()
-    assert sorted(p.name for p in folder.iterdir()) == ["step-1", "step-2", "step-4"]
+    assert sorted(p.name for p in folder.iterdir()) == ["step-1", "step-4"]
 
 
 @ranks(4, timeout_s=110)
@@ -320,6 +170,54 @@ def test_saving_before_the_first_step_changes_nothing(tmp_path: Path) -> None:
         Checkpoints(tmp_path / kind, model=model, optimizer=optimizer).load(0)
         train(model, optimizer, 0)
         assert same(values(model), values(straight))
+
+
+@contextmanager
+def disk_watched() -> Iterator[list[tuple[float, str, str]]]:
+    """When this rank puts what on the disk, and what it renames."""
+    found: list[tuple[float, str, str]] = []
+    real = os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        size = path.stat().st_size
+        real[0](descriptor)
+        name = path.name.removesuffix(".tmp")  # DCP writes .metadata under another name first
+        found.append((time.monotonic(), "synced", f"{name} {size}"))
+
+    def renamed(path: Path, to: Path) -> Path:
+        found.append((time.monotonic(), "renamed", f"{path.name} {to.name}"))
+        return real[1](path, to)
+
+    os.fsync, Path.rename = synced, renamed  # type: ignore[assignment,method-assign]
+    try:
+        yield found
+    finally:
+        os.fsync, Path.rename = real  # type: ignore[method-assign]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads names in /proc")
+@ranks(4, timeout_s=110)
+def test_all_is_on_the_disk_before_it_has_its_name_and_the_old_goes_after(tmp_path: Path) -> None:
+    """A machine that loses its power keeps what was synced, in no other order than this."""
+    model, optimizer = made(2, 2)
+    options = CheckpointOptions(keep_last=1)
+    its = Checkpoints(tmp_path / "run", model=model, optimizer=optimizer, options=options)
+    its.save(1)
+    with disk_watched() as mine:
+        its.save(2)
+    events = [event[1:] for event in sorted(chain.from_iterable(said_by_all(mine)))]
+    named = events.index(("renamed", "step-2.partial step-2"))
+    before, after = events[:named], [(what, of.split()[0]) for what, of in events[named + 1 :]]
+    folder = tmp_path / "run" / "step-2"
+    of_all = {file.name: file.size_bytes for file in Manifest.read(folder).files}
+    of_all["manifest.json"] = (folder / "manifest.json").stat().st_size
+    for name, size_bytes in of_all.items():
+        assert ("synced", f"{name} {size_bytes}") in before, (name, before)
+    # The folder last, which holds their names.
+    assert before[-2][1].startswith("manifest.json ")
+    assert before[-1][1].startswith("step-2.partial ")
+    assert after == [("synced", "run"), ("renamed", "step-1")]  # to step-1.deleted
 
 
 def edit_schema(folder: Path) -> None:
@@ -399,6 +297,63 @@ def test_another_model_is_refused_with_names(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=f"step-1 is of another model: .*{words}"):
             Checkpoints(tmp_path, model=other, optimizer=its).load(1)
         assert same(values(other), before)
+
+
+class Refusing:
+    """Has no state on one rank alone, or cannot take one up there."""
+
+    def __init__(self, *, saves: bool) -> None:
+        self._saves = saves
+
+    def state_dict(self) -> dict[str, int]:
+        if not self._saves and dist.get_rank() == 1:
+            raise ValueError("none yet")
+        return {"a": 1}
+
+    def load_state_dict(self, _: dict[str, int]) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("not now")
+
+
+@ranks(4, timeout_s=110)
+def test_what_cannot_be_saved_or_found_is_refused_on_every_rank(tmp_path: Path) -> None:
+    model, optimizer = made(2, 2)
+    run = tmp_path / "run"
+
+    def checkpoints(folder: Path, **more: Any) -> Checkpoints:
+        return Checkpoints(folder, model=model, optimizer=optimizer, **more)
+
+    def refused(words: str, act: Callable[[], object], kind: Any = CheckpointError) -> None:
+        before = sorted(tmp_path.rglob("*"))
+        dist.barrier()
+        with pytest.raises(kind, match=words):
+            act()
+        dist.barrier()
+        assert sorted(tmp_path.rglob("*")) == before
+
+    its = checkpoints(run)
+    its.save(1)
+    if dist.get_rank() == 0:
+        (tmp_path / "file").touch()
+        (run / "step-2").touch()
+    dist.barrier()
+    other = tmp_path / "file" if dist.get_rank() == 3 else run
+    saves, loads = {"it": Refusing(saves=False)}, {"it": Refusing(saves=True)}
+    late = CheckpointOptions(asynchronous=True)
+    refused("step-2 is a file, in the way of a folder", lambda: its.save(2))
+    refused("file is a file, in the way of a fol", lambda: checkpoints(tmp_path / "file").save(1))
+    refused("step is -1; give a whole number", lambda: its.save(-1))
+    refused("step is 1.0; give a whole number", lambda: its.save(1.0))  # type: ignore[arg-type]
+    refused("file is a file; name the folder that", checkpoints(tmp_path / "file").resume)
+    refused("step-1 is itself a checkpoint; .* it: .*/run$", checkpoints(run / "step-1").resume)
+    refused("rank 0 loads .*run/step-1, and rank 3 .*file/", lambda: checkpoints(other).load(1))
+    for options in (CheckpointOptions(), late):
+        failing = checkpoints(run, extra=saves, options=options)
+        refused(r"none yet \(on rank 1\)$", lambda its=failing: its.save(3))
+    checkpoints(run, extra=loads).save(4)
+    kind = ValueError if dist.get_rank() == 1 else CommunicationError
+    refused("not now", lambda: checkpoints(run, extra=loads).load(4), kind)
+    assert its.resume() is not None
 
 
 @ranks(4, timeout_s=110)

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torchtitan")
-from train.small_run import SMALL
+from train.small_run import SMALL, entries_but_read_ahead
 
 from mics_dtensor.checkpoint.commit import named
 from mics_dtensor.checkpoint.manifest import Manifest
 
-STEPS = 16
+STEPS, RANKS = 16, 4
 SAVING = """
 [checkpoint]
 enable = true
@@ -31,13 +31,11 @@ async_mode = "async"
 
 
 def started(folder: Path) -> subprocess.Popen[bytes]:
-    """Torchrun with 2 ranks, in a session of its own."""
+    """Torchrun with 4 ranks, two replicas of two, in a session of its own."""
     folder.mkdir(exist_ok=True)
     text = SMALL.replace("steps = 20", f"steps = {STEPS}")
-    text = text.replace("ranks_per_node = 2\npartition_size = 2", "ranks_per_node = 1")
-    text = text.replace("[mics]\n", "[mics]\npartition_size = 1\n")
     (folder / "run.toml").write_text(text + SAVING)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     command += ["-m", "mics_dtensor.train", "--config-file", str(folder / "run.toml")]
     command += [f"--job.dump_folder={folder}"]
@@ -81,8 +79,8 @@ def test_killed_five_times_it_goes_on_and_ends_the_same(tmp_path: Path) -> None:
                 time.sleep(0.02)
             time.sleep(chance.random() * 0.3)
             ranks = ranks_of(run.pid)
-            assert len(ranks) == 2
-            for rank in ranks if number % 2 else ranks[chance.randrange(2) :][:1]:
+            assert len(ranks) == RANKS
+            for rank in ranks if number % 2 else ranks[chance.randrange(RANKS) :][:1]:
                 os.kill(rank, signal.SIGKILL)
             assert run.wait(120) != 0
         finally:
@@ -93,4 +91,8 @@ def test_killed_five_times_it_goes_on_and_ends_the_same(tmp_path: Path) -> None:
     assert before + 2 < STEPS
     ends_well(started(killed), killed)
     assert losses(killed) == losses(straight)
+    ends = [
+        entries_but_read_ahead(run / "checkpoint" / f"step-{STEPS}") for run in (killed, straight)
+    ]
+    assert ends[0] == ends[1]  # to the last byte
     assert list(named(killed / "checkpoint")) == [STEPS - 2, STEPS - 1, STEPS]

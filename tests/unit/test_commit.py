@@ -50,6 +50,17 @@ def test_leftovers_go_and_what_is_needed_stays(tmp_path: Path) -> None:
     assert is_whole(tmp_path / "step-2")
 
 
+def test_a_file_is_never_taken_for_a_checkpoint_or_deleted_as_one(tmp_path: Path) -> None:
+    (tmp_path / "step-1").write_text("mine")
+    for path in (tmp_path / "step-1", tmp_path / "step-1" / "step-2"):
+        with pytest.raises(CheckpointError, match="step-1 is a file, in the way of a folder"):
+            begin(path)
+    assert (tmp_path / "step-1").read_text() == "mine"
+    (tmp_path / "step-3.replaced").touch()  # left by an older version, which renamed such a file
+    save(tmp_path / "step-3")
+    assert steps(tmp_path) == [3]
+
+
 def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path / "step-1", b"first")
     save(tmp_path / "step-1", b"second")

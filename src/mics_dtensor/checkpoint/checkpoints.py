@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from mics_dtensor.checkpoint.commit import named
+from mics_dtensor.checkpoint.commit import named, refuse_no_folder
 from mics_dtensor.checkpoint.manifest import Damaged, Manifest, versions
 from mics_dtensor.checkpoint.reading import Reader
 from mics_dtensor.checkpoint.states import States, device_of, held_on_cpu, replication_groups
@@ -22,7 +22,7 @@ from mics_dtensor.checkpoint.transfer import Keeping, read, write
 from mics_dtensor.errors import CheckpointError
 from mics_dtensor.layout import Layout
 from mics_dtensor.mesh import background_group
-from mics_dtensor.world import gathered, is_on_gpus
+from mics_dtensor.world import agreed, gathered, is_on_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,8 @@ class Checkpoints:
 
     def save(self, step: int, *, tokens: int | None = None) -> None:
         """Save as step-`step`, of which nothing is seen until it is complete."""
+        if type(step) is not int or step < 0:
+            raise CheckpointError(f"step is {step!r}; give a whole number, 0 or more")
         about = Manifest(
             step=step,
             contents="model" if self._states.optimizer is None else "training",
@@ -117,9 +119,9 @@ class Checkpoints:
                 f"{path} holds weights alone: load it with Checkpoints(..., optimizer=None), or "
                 "name a step that was saved with an optimizer"
             )
-        state = self._states.state_dict()
+        state = agreed(self._states.state_dict, others_as=CheckpointError)
         read(state, reader)
-        self._states.load_state_dict(state)
+        agreed(lambda: self._states.load_state_dict(state))
         return manifest
 
 
@@ -133,6 +135,7 @@ class Saving:
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._group = background_group() if asynchronous or is_on_gpus() else None
         self._pending: Future[None] | None = None
+        self._held: dict[str, Any] = {}  # kept: memory that is new costs more than the copy
 
     def save(
         self,
@@ -144,13 +147,15 @@ class Saving:
     ) -> Future[None] | None:
         """After the one before is complete, whose error this raises."""
         self.wait()
-        state = state_dict()
         if self._thread is None:
+            state = agreed(state_dict, others_as=CheckpointError)
             write(state, path, about=about, keeping=keeping, group=self._group)
             return None
-        held = held_on_cpu(dict(state))
+        self._held = agreed(
+            lambda: held_on_cpu(dict(state_dict()), into=self._held), others_as=CheckpointError
+        )
         self._pending = self._thread.submit(
-            write, held, path, about=about, keeping=keeping, group=self._group
+            write, self._held, path, about=about, keeping=keeping, group=self._group
         )
         self._pending.add_done_callback(told_at_once)
         return self._pending
@@ -172,6 +177,7 @@ class Saving:
 
 def newest_good(folder: Path, load: Callable[[Path], Manifest]) -> Manifest | None:
     """What `load` says of the newest checkpoint of `folder` that is whole. Collective."""
+    agreed(lambda: refuse_no_folder(folder))
     seen = gathered({step: str(path) for step, path in named(folder).items()})
     paths = {step: path for of_rank in reversed(seen) for step, path in of_rank.items()}
     passed = list[str]()

@@ -10,7 +10,7 @@ import logging
 import shutil
 from pathlib import Path
 
-from mics_dtensor.checkpoint.manifest import Manifest, step_folders, step_of, sync_folder
+from mics_dtensor.checkpoint.manifest import NAME, Manifest, step_folders, step_of, sync_folder
 from mics_dtensor.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -26,14 +26,22 @@ def partial_of(path: Path) -> Path:
 def begin(path: Path) -> None:
     """Make the empty folder that `commit` will rename to `path`; by one rank, before any writes.
 
-    What a crash has left beside it goes, except for what is needed.
+    What a crash has left beside it goes, except for what is needed. Raises CheckpointError where a
+    file is in the way.
     """
     folder = path.parent
+    for its in (path, folder):
+        if its.exists() and not its.is_dir():
+            raise CheckpointError(
+                f"{its} is a file, in the way of a folder: move it, or name another"
+            )
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.iterdir():
         if left.suffix not in (PARTIAL, REPLACED, DELETED) or step_of(left.stem) is None:
             continue
-        if left.suffix == REPLACED and not left.with_suffix("").exists():
+        if not left.is_dir():
+            left.unlink()
+        elif left.suffix == REPLACED and not left.with_suffix("").exists():
             left.rename(left.with_suffix(""))  # the crash came between the two renames of `commit`
         else:
             shutil.rmtree(left)
@@ -75,6 +83,16 @@ def named(folder: Path) -> dict[int, Path]:
     for left in folder.glob(f"step-*{REPLACED}"):  # see `begin`
         found.setdefault(step_of(left.stem), left)
     return {step: found[step] for step in sorted(step for step in found if step is not None)}
+
+
+def refuse_no_folder(folder: Path) -> None:
+    """Raise CheckpointError where a run would find nothing to go on from, and begin anew."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; name the folder that holds the checkpoints")
+    if (folder / NAME).exists():
+        raise CheckpointError(
+            f"{folder} is itself a checkpoint; name the folder that holds it: {folder.parent}"
+        )
 
 
 def is_whole(path: Path) -> bool:

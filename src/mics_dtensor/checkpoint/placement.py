@@ -171,6 +171,10 @@ class HashedFile(RawIOBase):
         finally:
             if hashed is not None:
                 hashed.result()  # the view is torch's, and ends with this call
+        if view.nbytes >= LARGE_BYTES and hasattr(os, "posix_fadvise"):
+            # The disk begins now, while the next value is hashed, and not when it is synced.
+            place = self.size_bytes, view.nbytes
+            os.posix_fadvise(self._raw.fileno(), *place, os.POSIX_FADV_DONTNEED)
         self.size_bytes += view.nbytes
         return view.nbytes
 

@@ -7,7 +7,7 @@ they were written, parts move to where they are needed (routing.py); until then 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from mics_dtensor.checkpoint.held import Held
 from mics_dtensor.checkpoint.manifest import NAME, Manifest, check_hash, not_a_checkpoint
 from mics_dtensor.checkpoint.routing import Broadcast, Move, Part, Ranks, Route, routes
 from mics_dtensor.errors import CheckpointError
@@ -60,7 +61,12 @@ class Reader(StorageReader):
         self.path = path
         self._groups = {ranks_of(group): group for group in groups if group.size() > 1}
         self._device = device or torch.device("cpu")
-        seen = gathered(_seen(path))
+        paths, seen = zip(*gathered((str(path), _seen(path))), strict=True)
+        if other := next((r for r, its in enumerate(paths) if its != paths[0]), 0):
+            raise CheckpointError(
+                f"rank 0 loads {paths[0]}, and rank {other} {paths[other]}; name the same "
+                "checkpoint on every rank"
+            )
         first = next((rank for rank, stamp in enumerate(seen) if stamp), 0)
         self._sees = seen[rank_here()] is not None and seen[rank_here()] == seen[first]
         said = agreed(
@@ -169,28 +175,6 @@ class Reader(StorageReader):
         target = planner.resolve_tensor(item).detach()
         target.copy_(data.view(self._dtype(item.storage_index.fqn)).view(tuple(item.lengths)))
         planner.commit_tensor(item, target)
-
-
-class Held:
-    """What this rank has: files that it read, and parts that came. `of` a part: its bytes, 1-D."""
-
-    def __init__(self, files: Mapping[str, memoryview]) -> None:
-        self.files, self.arrived = files, dict[Part, torch.Tensor]()
-        self._last: tuple[str, int] | None = None
-        self._value = torch.empty(0)
-
-    def of(self, part: Part) -> torch.Tensor:
-        """uint8."""
-        if part in self.arrived:
-            return self.arrived[part]
-        view = self.files[part.file][part.start : part.start + part.length]
-        if not part.is_tensor:
-            return torch.frombuffer(view, dtype=torch.uint8)
-        if self._last != (part.file, part.start):  # parts of a value follow each other
-            self._value = torch.load(BytesIO(view), map_location="cpu", weights_only=True)
-            self._last = part.file, part.start
-        box = tuple(slice(at, at + n) for at, n in zip(part.offsets, part.lengths, strict=True))
-        return self._value[box].contiguous().view(-1).view(torch.uint8)
 
 
 def read_whole(path: Path, *, hashed: bool) -> tuple[memoryview, str]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from mics_dtensor.checkpoint.placement import OPTIMIZER
 from mics_dtensor.errors import CheckpointError
-from mics_dtensor.upstream import units_of
+from mics_dtensor.upstream import local_of, units_of
 
 EXTRA = "extra"
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -68,10 +69,34 @@ class States:
                 its.load_state_dict(extra[name])
 
 
-def held_on_cpu(state: State) -> State:
-    """A copy in host memory that later steps do not change. No communication."""
-    staged: State = BlockingAsyncStager().stage(state)
-    return staged
+def held_on_cpu(value: Any, into: Any = None) -> Any:
+    """A copy of a state dict in host memory that later steps do not change. No communication.
+
+    `into`: an earlier copy that nobody reads any more. Its tensors are written over where they fit:
+    memory that is new costs several times what copying does (benchmarks/checkpoints.py).
+    """
+    if isinstance(value, dict):
+        before = into if isinstance(into, dict) else {}
+        return {key: held_on_cpu(its, before.get(key)) for key, its in value.items()}
+    if type(value) in (list, tuple):
+        parts = into if type(into) is type(value) and len(into) == len(value) else repeat(None)
+        pairs = zip(value, parts, strict=False)
+        return type(value)(held_on_cpu(its, before) for its, before in pairs)
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    value = value.detach()
+    if not lies_alike(value, into):
+        return value.to("cpu", copy=True)
+    local_of(into).copy_(local_of(value))
+    return into
+
+
+def lies_alike(value: torch.Tensor, other: Any) -> bool:
+    """Whether `other` is a tensor of the same numbers on this rank: the same part of the same."""
+    of_both = ("shape", "dtype", "placements", "device_mesh", "boxes")  # DTensor's, Piece's
+    return type(other) is type(value) and all(
+        getattr(value, name, None) == getattr(other, name, None) for name in of_both
+    )
 
 
 def replication_groups(parts: Iterable[nn.Module]) -> list[dist.ProcessGroup]:

@@ -85,10 +85,7 @@ class WholeCheckpoints(CheckpointManager):
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         path = Path(checkpoint_id)
-        state = {
-            name: its.state_dict() if isinstance(its, Stateful) else its
-            for name, its in state_dict.items()
-        }
+        state = agreed(lambda: values_of(state_dict), others_as=CheckpointError)
         if to_hf:
             self._save_hf(state, path)
             return
@@ -229,6 +226,13 @@ class WholeCheckpoints(CheckpointManager):
     def _close(self) -> None:
         if "_saving" in vars(self):  # also called where __init__ has failed
             self._saving.close()
+
+
+def values_of(states: Mapping[str, Any]) -> dict[str, Any]:
+    """What is to be saved of each."""
+    return {
+        name: its.state_dict() if isinstance(its, Stateful) else its for name, its in states.items()
+    }
 
 
 def replaced(config: Any, **values: Any) -> Any:
