@@ -193,7 +193,7 @@ def preset_cluster(
 ) -> Cluster:
     """Nodes of GPUs of the presets behind a NIC of that line rate. Raises PlanError.
 
-    `fabric`: share of the line rate and hop of its rings (C8); else `nic_share` and the curve's hop.
+    `fabric`: share of the line rate and hop of its rings (C8); else `nic_share`, hop of the curve.
     """
     read = presets()
     if gpu not in read["gpu"]:
