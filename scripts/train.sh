@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Trains: sets the environment up if it is not (scripts/venv.sh), then starts the program under torchrun.
+# Trains: sets the environment up if it is not (scripts/venv.sh), then starts the program under torchrun
+# (scripts/torchrun.sh: SIGTERM saves a checkpoint, where the run has any, and ends with status 0).
 #
 #   ./scripts/train.sh                                        the debug model, 4 ranks, no GPU needed
 #   NGPU=8 CONFIG_FILE=train_configs/llama3_8b_2x8.toml ./scripts/train.sh --training.steps 100
@@ -29,7 +30,8 @@ if ! sees_nvidia_gpu; then
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the ranks share the cores
 fi
 # shellcheck disable=SC2086  # TORCHRUN_ARGS is several words
-set -- "$venv/bin/torchrun" ${TORCHRUN_ARGS:---standalone} --nproc-per-node "$ranks" \
+set -- ${TORCHRUN_ARGS:---standalone} --nproc-per-node "$ranks" \
     -m mics_dtensor.train --config-file "$config" "$@"
-say "$*"
-exec "$@"
+say "torchrun $*"
+export TORCHRUN="$venv/bin/torchrun"
+exec "$root/scripts/torchrun.sh" "$@"

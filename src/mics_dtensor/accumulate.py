@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mics_dtensor.audit import audit_gradients, lost_at_boundary
+from mics_dtensor.audit import audit_gradients, lost_at_boundary, unheld_parameter
 from mics_dtensor.boundary import Boundary
 from mics_dtensor.bucket import Message
 from mics_dtensor.errors import AccumulationError
@@ -70,7 +70,7 @@ def gradient_accumulation(
     """
     parts = [model] if isinstance(model, nn.Module) else list(model)
     units = units_of(parts)
-    _refuse(units, num_micro_steps, early=overlap_boundary, static=static_gradients)
+    _refuse(parts, units, num_micro_steps, early=overlap_boundary, static=static_gradients)
     boundary = Boundary(
         units,
         Message(second_hop_dtype, hop_stages_of(parts)),
@@ -266,7 +266,14 @@ def refuse_partial_sums(parameters: Iterable[torch.Tensor], *, what: str) -> Non
         raise AccumulationError(_TOO_EARLY.format(what))
 
 
-def _refuse(units: list[Unit], num_micro_steps: int | None, *, early: bool, static: bool) -> None:
+def _refuse(
+    parts: list[nn.Module],
+    units: list[Unit],
+    num_micro_steps: int | None,
+    *,
+    early: bool,
+    static: bool,
+) -> None:
     """Refuse at entry, with nothing changed, what would lose or corrupt a sum."""
     if num_micro_steps is not None and num_micro_steps < 1:
         raise AccumulationError(
@@ -286,4 +293,6 @@ def _refuse(units: list[Unit], num_micro_steps: int | None, *, early: bool, stat
         raise AccumulationError(
             "gradient_accumulation is already open for this model: leave it before opening another"
         )
+    if (why := unheld_parameter(parts, units)) is not None:
+        raise AccumulationError(why)
     audit_gradients(units, static=static)

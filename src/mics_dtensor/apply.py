@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mics_dtensor.audit import audit_units
+from mics_dtensor.audit import audit_units, unheld_parameter
 from mics_dtensor.collectives import HierarchicalAllGather, HierarchicalReduceScatter
 from mics_dtensor.errors import ConfigError, MicsError
 from mics_dtensor.mesh import (
@@ -60,7 +60,7 @@ def apply_mics(
     if node_local_backward and not hierarchical:
         raise ConfigError("node_local_backward is a part of the hierarchy: leave hierarchical on")
     there = hop_stages_of(parts)
-    groups = _agree(units, there, _Arguments(topology, hierarchical, node_local_backward))
+    groups = _agree(parts, there, _Arguments(topology, hierarchical, node_local_backward))
     stages = make_stages(groups, topology, device_type=_device_type(units))
     hop_groups = {ranks_of(unit.replicate_group) for unit in units if hierarchical}
     remember_hop_stages(
@@ -101,12 +101,17 @@ def _keep_cut_inside_nodes(units: list[Unit]) -> None:
             reshard_after_forward_over(unit, meshes[stages.ranks])
 
 
-def _agree(units: list[Unit], hop_stages: Mapping[Ranks, Stages], given: _Arguments) -> list[Ranks]:
+def _agree(
+    parts: list[nn.Module], hop_stages: Mapping[Ranks, Stages], given: _Arguments
+) -> list[Ranks]:
     """The groups of the world that still need stages, sorted; or one error on every rank."""
     mine: list[Ranks] = []
     error: str | None = None
+    units = units_of(parts)
     try:
         audit_units(units, given.topology)
+        if (why := unheld_parameter(parts, units)) is not None:
+            raise ConfigError(why)
         for unit in units:
             ranks = ranks_of(unit.shard_group)
             blocks = node_blocks(ranks, given.topology) if ranks else []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from mics_dtensor.errors import AccumulationError, ConfigError
 from mics_dtensor.mesh import Ranks, node_blocks, ranks_of
@@ -33,6 +34,33 @@ def audit_units(units: Sequence[Unit], topology: Topology) -> None:
         if unit.shard_group is not None:
             blocks = node_blocks(ranks_of(unit.shard_group), topology)
             _audit_nodes(unit, blocks, topology)
+
+
+def unheld_parameter(parts: Iterable[nn.Module], units: Sequence[Unit]) -> str | None:
+    """What is wrong where the model and its units have different parameters; None if nothing.
+
+    Such a parameter is trained by a gradient that nobody reduces, and replicas part in silence.
+    """
+    if all(unit.num_shards * unit.num_replicas == 1 for unit in units):
+        return None  # there is nobody to reduce it with
+    for unit in units:
+        for param in unit.params:
+            if all(param.shown is not form for form in param.forms):
+                return (
+                    f"{param.name} was replaced in its module, and unit {unit.name} still holds "
+                    "the one before: copy into parameters in place, or replace one by a DTensor of "
+                    "the same placements and call model.to(device) with the device it is on"
+                )
+    held = {id(form) for unit in units for param in unit.params for form in param.forms}
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            if parameter.requires_grad and id(parameter) not in held:
+                return (
+                    f"{name} requires a gradient, but no FSDP unit holds it, so that nobody would "
+                    "reduce the gradient over the ranks: leave it out of ignored_params and call "
+                    "fully_shard on the model, or freeze it"
+                )
+    return None
 
 
 def audit_gradients(units: Sequence[Unit], *, static: bool) -> None:

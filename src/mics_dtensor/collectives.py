@@ -28,11 +28,10 @@ from mics_dtensor.stage import StageWork, stage
 from mics_dtensor.upstream import AllGather, ReduceScatter, all_gather, coalescing, reduce_scatter
 
 
-class _OverStages:
-    """What both collectives have."""
+class _Named:
+    """What all of them have."""
 
-    def __init__(self, stages: Stages, *, unit: str = "") -> None:
-        self.stages = stages
+    def __init__(self, *, unit: str = "") -> None:
         self.unit = unit
 
     def allocate(
@@ -42,7 +41,42 @@ class _OverStages:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class HierarchicalAllGather(_OverStages, AllGather):
+class FlatAllGather(_Named, AllGather):
+    """torch's own, as a stage: `unit` names the FSDP unit in errors and traces."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,  # [rank, shard], 1-D
+        input_tensor: torch.Tensor,  # [shard]
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather [shard] into [rank, shard], both 1-D. Collective over `group`."""
+        with stage("gather", self.unit, group):
+            work = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return _named(work, ("gather", self.unit, group))
+
+
+class FlatReduceScatter(_Named, ReduceScatter):
+    """torch's own, as a stage."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,  # [shard]
+        input_tensor: torch.Tensor,  # [rank, shard], 1-D
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce [rank, shard] to [shard], both 1-D. Collective over `group`."""
+        with stage("reduce", self.unit, group):
+            work = reduce_scatter(
+                output_tensor, input_tensor, group=group, op=op, async_op=async_op
+            )
+        return _named(work, ("reduce", self.unit, group))
+
+
+class HierarchicalAllGather(FlatAllGather):
     """Between nodes first, all local ranks in parallel, then inside the node.
 
     1. across_nodes: each rank exchanges its shard with its peers at the same place in the other
@@ -55,6 +89,10 @@ class HierarchicalAllGather(_OverStages, AllGather):
     other ranks (integer reshard_after_forward gathers over a smaller one) takes the flat path.
     """
 
+    def __init__(self, stages: Stages, *, unit: str = "") -> None:
+        super().__init__(unit=unit)
+        self.stages = stages
+
     def __call__(
         self,
         output_tensor: torch.Tensor,  # [node, local, shard], 1-D
@@ -64,9 +102,7 @@ class HierarchicalAllGather(_OverStages, AllGather):
     ) -> dist.Work | None:
         """Gather [shard] into [node, local, shard], both 1-D. Collective over `group`."""
         if not _same_ranks(group, self.stages):
-            with stage("gather", self.unit, group):
-                work = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-            return _named(work, ("gather", self.unit, group))
+            return super().__call__(output_tensor, input_tensor, group, async_op)
         if _is_gloo(group):
             return gather_on_gloo(
                 output_tensor,
@@ -93,7 +129,7 @@ class HierarchicalAllGather(_OverStages, AllGather):
         return _named(launched.works[-1] if async_op else None, second, staged)
 
 
-class HierarchicalReduceScatter(_OverStages, ReduceScatter):
+class HierarchicalReduceScatter(FlatReduceScatter):
     """The mirror image: inside the node first, then between nodes.
 
     1. within_node: per node of the group, the local ranks reduce the block of gradients that
@@ -103,6 +139,10 @@ class HierarchicalReduceScatter(_OverStages, ReduceScatter):
     Scales exactly once: AVG in both stages, or PREMUL_SUM in the first and SUM in the second. On
     gloo (gloo.py) what other nodes wait for goes first, and sums are ours, in fp32.
     """
+
+    def __init__(self, stages: Stages, *, unit: str = "") -> None:
+        super().__init__(unit=unit)
+        self.stages = stages
 
     def __call__(
         self,
@@ -114,11 +154,7 @@ class HierarchicalReduceScatter(_OverStages, ReduceScatter):
     ) -> dist.Work | None:
         """Reduce [node, local, shard] to [shard], both 1-D. Collective over `group`."""
         if not _same_ranks(group, self.stages):
-            with stage("reduce", self.unit, group):
-                work = reduce_scatter(
-                    output_tensor, input_tensor, group=group, op=op, async_op=async_op
-                )
-            return _named(work, ("reduce", self.unit, group))
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
         if _is_gloo(group):
             return reduce_on_gloo(
                 output_tensor,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -23,12 +24,27 @@ def named_range(what: str, unit: str) -> AbstractContextManager[object]:
 
 
 @contextmanager
+def around_stages(span: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Within, every stage of this thread runs inside a `span()`: for those who measure."""
+    before = _AROUND.set(span)
+    try:
+        yield
+    finally:
+        _AROUND.reset(before)
+
+
+_AROUND: ContextVar[Callable[[], AbstractContextManager[object]]] = ContextVar(
+    "what is around every stage", default=nullcontext
+)
+
+
+@contextmanager
 def stage(what: str, unit: str, group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
     """Run one stage over `group` for `unit`; a failure or timeout becomes a CommunicationError.
 
     `what` is the name that `explain` gives the stage.
     """
-    with named_range(what, unit):
+    with named_range(what, unit), _AROUND.get()():
         try:
             yield group
         except RuntimeError as error:

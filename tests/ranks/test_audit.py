@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.ranks import ranks
-from harness.sharded import mesh_of, said_by_all, shard, stack
+from harness.sharded import batch, mesh_of, said_by_all, shard, stack, whole
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from mics_dtensor import apply_mics, explain
-from mics_dtensor.errors import ConfigError
+from mics_dtensor import apply_mics, explain, gradient_accumulation, synchronize_replicas
+from mics_dtensor.errors import AccumulationError, ConfigError
 from mics_dtensor.topology import Topology
 from mics_dtensor.upstream import units_of
 
@@ -137,3 +137,87 @@ def test_without_stages_it_is_audited_and_remembered() -> None:
     scalar.one = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match="scalar"):  # in torch's own words
         fully_shard(scalar, mesh=mesh)
+
+
+@ranks(4)
+def test_a_trained_parameter_that_no_unit_holds() -> None:
+    """Its gradient would stay that of one rank, and the replicas part in silence."""
+    model = stack()
+    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    shard(model, mesh_of(2, 2), ignored_params={model.scale})
+    said = refusal(model, FOUR)
+    assert said.startswith("scale requires a gradient, but no FSDP unit holds it"), said
+    with pytest.raises(AccumulationError, match="scale requires a gradient"):
+        gradient_accumulation(model, num_micro_steps=1).__enter__()
+    model.scale.requires_grad_(False)
+    apply_mics(model, topology=FOUR)
+    with gradient_accumulation(model, num_micro_steps=1) as accumulation, accumulation.micro_step():
+        model(batch(dist.get_rank())).sum().backward()
+
+
+def replace(model: nn.Module) -> None:
+    """As loaders do that assign to the module."""
+    linear = model.layers[1].linear
+    linear.weight = nn.Parameter(linear.weight.detach().clone())
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Of one step, whole."""
+    model.zero_grad()
+    with gradient_accumulation(model, num_micro_steps=1) as accumulation, accumulation.micro_step():
+        model(batch(dist.get_rank())).sum().backward()
+    return [whole(parameter.grad) for parameter in model.parameters()]
+
+
+@ranks(4)
+def test_a_parameter_that_was_replaced_is_taken_up_before_the_first_forward() -> None:
+    wanted = gradients(shard(stack(), mesh_of(2, 2)))
+    for prepare in (apply_mics, synchronize_replicas, None):  # whatever comes first
+        model = shard(stack(), mesh_of(2, 2))
+        replace(model)
+        if prepare is not None:
+            prepare(model, **({"topology": FOUR} if prepare is apply_mics else {}))
+        assert all(map(torch.equal, gradients(model), wanted))
+
+
+@ranks(4)
+def test_a_parameter_that_was_replaced_later_is_refused() -> None:
+    """FSDP2 goes on with the one before, and the one that the optimizer has is not trained."""
+    model = shard(stack(), mesh_of(2, 2))
+    gradients(model)
+    replace(model)
+    said = refusal(model, FOUR)
+    assert said.startswith("layers.1.linear.weight was replaced in its module, and unit layers.1")
+    with pytest.raises(AccumulationError, match="still holds the one before"):
+        gradient_accumulation(model, num_micro_steps=1).__enter__()
+    model.to("cpu")  # as the sentence says
+    wanted = gradients(shard(stack(), mesh_of(2, 2)))
+    assert all(map(torch.equal, gradients(model), wanted))
+
+
+@ranks(4)
+def test_a_parameter_is_held_in_every_form_that_its_module_shows() -> None:
+    """Gathered, cut to a smaller group after the forward, tied, and on one rank alone."""
+    model = shard(stack(), mesh_of(1, 4), reshard_after_forward=2)
+    for step in range(2):
+        model(batch(dist.get_rank(), step)).sum()  # leaves it cut
+        apply_mics(model, topology=FOUR)
+        for unit in reversed(list(model.modules())):
+            if isinstance(unit, FSDPModule):
+                unit.unshard()
+        apply_mics(model, topology=FOUR)
+        model.reshard()
+    tied = stack(width=3)
+    tied.layers[0].linear.weight = tied.head.weight
+    fully_shard([tied.layers[0].linear, tied.head], mesh=mesh_of(2, 2))
+    apply_mics(fully_shard(tied, mesh=mesh_of(2, 2)), topology=FOUR)
+    alone = stack()
+    alone.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("other", "shard"))["shard"]
+    with (
+        gradient_accumulation(
+            shard(alone, mesh, ignored_params={alone.scale}), num_micro_steps=1
+        ) as accumulation,
+        accumulation.micro_step(),
+    ):
+        alone(batch(0)).sum().backward()

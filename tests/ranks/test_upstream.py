@@ -16,6 +16,7 @@ import torch.distributed._checkpointable as _checkpointable
 import torch.distributed.checkpoint.state_dict as dcp_state
 from harness.ranks import ranks
 from harness.sharded import batch, mesh_of, shard, stack, whole
+from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -68,6 +69,22 @@ class Canaries:
             for p, q in zip(self.group.fsdp_params, self.layer.parameters(), strict=True)
         )
         self.layer.reshard()
+
+    def module_info_reset_sharded_params(self) -> None:
+        """A parameter that was replaced is taken up until FSDP2's first forward, then no more."""
+        model = shard(stack(), mesh_of(1, 4), reshard_after_forward=2)
+        group, linear = group_of(model.layers[0]), model.layers[0].linear
+        linear.weight = nn.Parameter(linear.weight.detach().clone())
+        places = [(p._module_info.module, p._module_info.param_name) for p in group.fsdp_params]
+        param = group.fsdp_params[places.index((linear, "weight"))]
+        assert param.sharded_param is not linear.weight
+        assert group._reset_sharded_params is False
+        assert group.is_sharded
+        param.reset_sharded_param()
+        assert param.sharded_param is linear.weight
+        model(batch(0))
+        assert group._reset_sharded_params is True
+        assert param._sharded_post_forward_param is linear.weight  # cut to a smaller group
 
     def orig_size_padded_sharded_param_size_to_sharded_dtensor_placement(self) -> None:
         for p in self.group.fsdp_params:

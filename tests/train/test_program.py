@@ -1,7 +1,12 @@
+import json
+import os
 from pathlib import Path
 
 import pytest
+from harness.ranks import ranks
+from unit.test_plan_auto import measured_on
 
+from mics_dtensor.train import launch
 from mics_dtensor.train.program import main
 
 DEBUG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
@@ -34,3 +39,19 @@ def test_a_process_without_a_launcher_is_told_how_to_start(
 ) -> None:
     assert main(["--config-file", str(DEBUG)], {}) == 1
     assert "torchrun --nproc-per-node 4" in capsys.readouterr().err
+
+
+@ranks(2, torchrun=True)
+def test_a_cluster_measured_on_other_devices_is_refused_on_every_rank(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan")
+    rank = os.environ["RANK"]
+    file, told = tmp_path / f"cluster-{rank}.toml", tmp_path / f"told-{rank}.json"
+    file.write_text(measured_on("NVIDIA A100-SXM4-80GB", ranks_per_node=2))
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(told)
+    launch.WAIT_FOR_RANK_0_S = 0.0
+    auto = ("--mics.partition_size=auto", f"--mics.cluster={file}", "--mics.ranks_per_node=2")
+    flavor = ("--model.flavor=1B", "--training.global_batch_size=16")
+    folder = f"--job.dump_folder={tmp_path}"
+    assert main(["--config-file", str(DEBUG), *flavor, *auto, folder], os.environ) == 1
+    message = json.loads(told.read_text())["message"]["message"]
+    assert "was measured on NVIDIA A100-SXM4-80GB, and this run is on cpu" in message

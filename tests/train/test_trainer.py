@@ -59,6 +59,8 @@ def test_the_loss_falls_and_each_logged_step_is_a_line(tmp_path: Path) -> None:
             "lr",
             "tokens_per_s",
             "tokens_per_s_per_rank",
+            "step_s",
+            "exposed_communication_s",
             "mfu",
             "inter_node_bytes",
             "intra_node_bytes",
@@ -67,6 +69,7 @@ def test_the_loss_falls_and_each_logged_step_is_a_line(tmp_path: Path) -> None:
         assert (line["schema"], line["run_id"], line["mfu"]) == (1, "test", None)
         assert line["tokens_per_s"] == pytest.approx(4 * line["tokens_per_s_per_rank"])
         assert line["inter_node_bytes"] > 0
+        assert 0 < line["exposed_communication_s"] < line["step_s"]
         assert line["lr"] > 0
 
 

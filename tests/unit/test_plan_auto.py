@@ -7,12 +7,37 @@ import pytest
 
 from mics_dtensor.cli import main
 from mics_dtensor.errors import ConfigError
+from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.degrees import resolve
 from mics_dtensor.train.load import load
+from mics_dtensor.train.planning import refuse_other_device
 
 FILE = str(Path(__file__).parents[2] / "train_configs" / "llama3_8b_2x8.toml")
+CLUSTER = """
+schema = 1
+[cluster]
+name = "here"
+device = "{device}"
+origin = "{origin}"
+ranks_per_node = {ranks_per_node}
+peak_flops_per_s = 3e14
+product_share = 0.5
+memory_bytes = 80e9
+memory_bytes_per_s = 1e12
+[link.intra_node]
+bandwidth_bytes_per_s = 2e11
+latency_s = 1e-6
+[link.inter_node]
+bandwidth_bytes_per_s = 5e10
+latency_s = 1e-5
+"""
 AUTO = ("--config-file", FILE, "--mics.partition_size", "auto", "--mics.cluster", "p4de")
 BATCH = ("--training.global_batch_size", "64")
+
+
+def measured_on(device: str, *, origin: str = "measured", ranks_per_node: int = 8) -> str:
+    """The text of a cluster file."""
+    return CLUSTER.format(device=device, origin=origin, ranks_per_node=ranks_per_node)
 
 
 def test_it_is_the_planners_answer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,3 +75,20 @@ def test_what_cannot_be_planned_is_refused(
         resolve(run, world_size=world, local_world_size=8)
     assert message in str(refused.value)
     assert '"auto"' in str(refused.value)
+
+
+def test_a_cluster_measured_on_other_devices_is_another_cluster(tmp_path: Path) -> None:
+    def of(device: str, origin: str) -> RunConfig:
+        file = tmp_path / "cluster.toml"
+        file.write_text(measured_on(device, origin=origin))
+        return load([*AUTO[:4], "--mics.cluster", str(file)]).config
+
+    a100, h100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
+    for here in (h100, "NVIDIA A100-SXM4-40GB", "cpu"):
+        with pytest.raises(ConfigError) as refused:
+            refuse_other_device(of(a100, "measured"), here)
+        assert f"measured on {a100}, and this run is on {here}, which is" in str(refused.value)
+    refuse_other_device(of(a100, "measured"), a100)
+    refuse_other_device(of("A100-80GB", "measured"), a100)  # as nccl-tests' reports are read
+    refuse_other_device(of("what I like to call it", "user"), h100)
+    refuse_other_device(load([*AUTO]).config, h100)  # a preset

@@ -80,8 +80,9 @@ def checkout(tmp_path: Path) -> Checkout:
 PIP = "python <-m> <pip> <install> <--quiet>"
 HELD = "<--constraint> <ROOT/.venv/mics_dtensor.stamp/constraint.txt>"
 MADE = ["fake_python <-m> <venv> <ROOT/.venv>", f"{PIP} <torch==2.13.0>"]
+TORCHRUN = "torchrun <--signals-to-handle> <SIGINT,SIGHUP,SIGQUIT>"  # SIGTERM is for the ranks
 LAUNCHED = (
-    "torchrun <--standalone> <--nproc-per-node> <4> <-m> <mics_dtensor.train> "
+    f"{TORCHRUN} <--standalone> <--nproc-per-node> <4> <-m> <mics_dtensor.train> "
     "<--config-file> <train_configs/debug.toml>"
 )
 
@@ -142,15 +143,15 @@ def test_the_number_of_ranks_the_file_and_the_overrides_are_passed_on(checkout: 
     overrides = ("--training.steps", "3", "--job.description", "two words")
     done = checkout.run("train.sh", *overrides, NGPU="8", CONFIG_FILE="with a space.toml")
     assert checkout.called[-1] == (
-        "torchrun <--standalone> <--nproc-per-node> <8> <-m> <mics_dtensor.train> <--config-file> "
-        "<with a space.toml> <--training.steps> <3> <--job.description> <two words>"
+        f"{TORCHRUN} <--standalone> <--nproc-per-node> <8> <-m> <mics_dtensor.train> "
+        "<--config-file> <with a space.toml> <--training.steps> <3> <--job.description> <two words>"
     )
     assert "--nproc-per-node 8 -m mics_dtensor.train" in done.stdout
 
 
 def test_several_machines(checkout: Checkout) -> None:
     checkout.run("train.sh", TORCHRUN_ARGS="--nnodes 2 --node-rank 1")
-    assert checkout.called[-1].startswith("torchrun <--nnodes> <2> <--node-rank> <1> <--nproc-")
+    assert checkout.called[-1].startswith(f"{TORCHRUN} <--nnodes> <2> <--node-rank> <1> <--nproc-")
 
 
 def test_pytest_arguments_are_passed_on(checkout: Checkout) -> None:

@@ -79,7 +79,7 @@ def survey(
     dist.all_reduce(reserved, dist.ReduceOp.MAX)
     measured = Measured(
         name=wanted.name,
-        device=_name_of(device),
+        device=device_name(device),
         hosts=topology.names,
         ranks_per_node=topology.ranks_per_node,
         backend=dist.get_backend(),
@@ -97,7 +97,8 @@ def survey(
     return Found(measured, tuple(ours))
 
 
-def _name_of(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """The name under which a cluster is measured: the GPU's own, or "cpu"."""
     if device.type == "cpu":
         return "cpu"
     return str(torch.get_device_module(device).get_device_name(device))

@@ -19,6 +19,7 @@ from mics_dtensor.train.planning import recommended_partition_size
 
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 SHARD = "parallelism.data_parallel_shard_degree"
+BY_PLANNER = "the planner"  # the origin of a partition size that was "auto"
 
 
 def resolve(
@@ -136,7 +137,7 @@ def _chosen(run: Run, topology: Topology) -> Run:
         size, why = recommended_partition_size(run.config, topology)
     except PlanError as error:
         raise ConfigError(f'[mics] partition_size = "auto": {error}') from error
-    run = _filled(run, {"mics.partition_size": size}, by="the planner")
+    run = _filled(run, {"mics.partition_size": size}, by=BY_PLANNER)
     return dataclasses.replace(run, planned=why)
 
 

@@ -7,7 +7,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 
 from mics_dtensor.plan.comparison import Comparison
+from mics_dtensor.train.exposed import ExposedCommunication
 from mics_dtensor.train.pipeline import IN_A_V, rank_of_loss
 
 SCHEMA = 1
@@ -60,6 +62,8 @@ class MicsMetrics(MetricsProcessor):
         schedule = "ZBVZeroBubble" if in_a_v else pp_schedule
         super().__init__(config, parallel_dims=parallel_dims, pp_schedule=schedule, **built)
         self.record: Record | None = None
+        self.exposed: ExposedCommunication | None = None
+        self._num_steps, self._before_s, self._began_s = 0, 0.0, time.perf_counter()
         self.tells = dist.get_rank() == rank_of_loss(
             schedule, world_size=parallel_dims.world_size, stages=parallel_dims.pp
         )
@@ -68,9 +72,21 @@ class MicsMetrics(MetricsProcessor):
             # torchtitan's only way to say "no MFU" instead of a number that is wrong.
             self.has_quantization = True
 
-    def record_to(self, record: Record) -> None:
-        """Write a line to `record.path` for each step that is logged from now on."""
-        self.record = record
+    def record_to(self, record: Record, *, exposed: ExposedCommunication | None = None) -> None:
+        """Write a line to `record.path` for each step that is logged from now on.
+
+        `exposed` counts what the steps wait for messages, where that can be told.
+        """
+        self.record, self.exposed = record, exposed
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Within, one optimizer step: its seconds are counted, and those of them that it waits."""
+        self._num_steps += 1
+        self._began_s = time.perf_counter()
+        with nullcontext() if self.exposed is None else self.exposed.counted():
+            yield
+        self._before_s += time.perf_counter() - self._began_s
 
     def log(
         self,
@@ -85,9 +101,18 @@ class MicsMetrics(MetricsProcessor):
         per_rank = self.ntokens_since_last_log / (
             elapsed_s * self.parallel_dims.non_data_parallel_size
         )
-        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+        step_s, exposed_s = self._seconds_of_step()
+        extra_metrics = extra_metrics or {}
+        more = {} if exposed_s is None else {"time_metrics/exposed_communication(s)": exposed_s}
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, {**extra_metrics, **more})
         if self.record is None or not self.tells:
             return
+        if exposed_s is not None:
+            share = exposed_s / step_s
+            logger.info(
+                f"step: {step:2}  exposed communication: {exposed_s:.3f} s of {step_s:.3f} s "
+                f"a step ({share:.0%})"
+            )
         flops_per_s = self.num_flops_per_token * per_rank
         line = {
             "schema": SCHEMA,
@@ -95,15 +120,26 @@ class MicsMetrics(MetricsProcessor):
             "step": step,
             "loss": global_avg_loss,
             "grad_norm": grad_norm,
-            "lr": _lr(extra_metrics or {}),
+            "lr": _lr(extra_metrics),
             "tokens_per_s": per_rank * dist.get_world_size(),
             "tokens_per_s_per_rank": per_rank,
+            "step_s": step_s,
+            "exposed_communication_s": exposed_s,
             "mfu": flops_per_s / self.gpu_peak_flops if self._knows_peak else None,
             "inter_node_bytes": self.record.traffic.inter_node_bytes,
             "intra_node_bytes": self.record.traffic.intra_node_bytes,
             "collectives": dict(self.record.traffic.collectives),
         }
         _append(self.record.path, line)
+
+    def _seconds_of_step(self) -> tuple[float, float | None]:
+        """Of a step, mean since the last line; and those of them that it waited."""
+        now_s = time.perf_counter()
+        num_steps = max(1, self._num_steps)
+        step_s = (self._before_s + now_s - self._began_s) / num_steps
+        exposed_s = None if self.exposed is None else self.exposed.take_s() / num_steps
+        self._num_steps, self._before_s, self._began_s = 0, 0.0, now_s
+        return step_s, exposed_s
 
     def log_validation(
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from mics_dtensor.errors import PlanError
-from mics_dtensor.plan.cluster import Cluster
+from mics_dtensor.errors import ConfigError, PlanError
+from mics_dtensor.plan.cluster import Cluster, gpu_named
 from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.plan.overlap import PROFILES
 from mics_dtensor.plan.presets import preset
@@ -127,6 +127,20 @@ def _checkpointing(config: RunConfig) -> Checkpointing:
         f'"{chosen.selective_ac_option}" is not planned yet; there are none, full, and selective '
         'with "op" or "2"'
     )
+
+
+def refuse_other_device(config: RunConfig, device: str) -> None:
+    """Raise ConfigError where the cluster of the run was measured on other devices than `device`.
+
+    A preset, or a file that a user wrote, is what the user says it is; its name is a label.
+    """
+    its = cluster(config.mics.cluster or "")
+    if its.origin == "measured" and its.gpu not in (device, gpu_named(device)):
+        raise ConfigError(
+            f"[mics] cluster = {shown(config.mics.cluster)} was measured on {its.gpu}, and this "
+            f"run is on {device}, which is another cluster: measure this one (mics measure), or "
+            "write the partition_size"
+        )
 
 
 def recommended_partition_size(

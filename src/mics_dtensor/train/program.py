@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mics_dtensor.errors import CheckpointError, ConfigError, ReplicaError, TopologyError
 from mics_dtensor.layout import Layout
 from mics_dtensor.topology import Topology
-from mics_dtensor.train.degrees import resolve
+from mics_dtensor.train.degrees import BY_PLANNER, resolve
 from mics_dtensor.train.launch import Launch, configure_logging, say_and_stop
 from mics_dtensor.train.load import Run, load
 from mics_dtensor.train.pipeline import rank_of_loss
@@ -127,9 +127,12 @@ def _run(run: Run, layout: Layout, launch: Launch, config: Trainer.Config) -> No
 
 def _check(run: Run, layout: Layout, launch: Launch) -> None:
     """What needs the other ranks, or this rank's disk. Nothing is allocated yet."""
+    import torch
     import torch.distributed as dist
 
+    from mics_dtensor.measure.survey import device_name
     from mics_dtensor.train.data import check_data
+    from mics_dtensor.train.planning import refuse_other_device
 
     hosts = [""] * launch.world_size
     dist.all_gather_object(hosts, socket.gethostname())
@@ -146,6 +149,10 @@ def _check(run: Run, layout: Layout, launch: Launch) -> None:
             f"ranks have different partition sizes, {sorted(set(sizes))}: the file {run.path}, or "
             "the one that mics.cluster names, is not the same on all nodes"
         )
+    if run.config.mics.cluster and run.origin["mics.partition_size"] == BY_PLANNER:
+        # Only now, since the planner runs where no device is.
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        refuse_other_device(run.config, device_name(torch.device(kind)))
     cp = run.config.parallelism.context_parallel_degree
     check_data(run.config, num_readers=layout.num_replicas * layout.partition_size // cp)
 

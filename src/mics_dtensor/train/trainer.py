@@ -36,8 +36,10 @@ from mics_dtensor.topology import Topology
 from mics_dtensor.train import checkpoints, device_shim
 from mics_dtensor.train.chunked_loss import HeadUnit
 from mics_dtensor.train.config import Mics
+from mics_dtensor.train.exposed import ExposedCommunication
 from mics_dtensor.train.metrics import Progress, Record, config_of
 from mics_dtensor.train.stopping import StopRequest
+from mics_dtensor.train.weights import refuse_cut
 from mics_dtensor.upstream import Unit, set_timeout, units_of
 from mics_dtensor.world import agreed
 
@@ -92,6 +94,7 @@ class MicsTrainer(Trainer):
         )
         if config.checkpoint.create_seed_checkpoint:  # one rank, nothing is sharded
             return
+        agreed(lambda: refuse_cut(self.checkpointer))
         units = units_of(self.model_parts)
         ep = config.parallelism.expert_parallel_degree
         agreed(lambda: audit_groups(units, placement.layout, rank=dist.get_rank(), experts=ep))
@@ -105,8 +108,10 @@ class MicsTrainer(Trainer):
         synchronize_replicas(self.model_parts)
         self._head = HeadUnit.of(self.loss_fn, units)
         self.explanation = self._explained()
+        graphs = not config.training.disable_cuda_graphs
         self.metrics_processor.record_to(
-            Record(run_id=run_id, traffic=self.explanation, dump_folder=config.dump_folder)
+            Record(run_id=run_id, traffic=self.explanation, dump_folder=config.dump_folder),
+            exposed=ExposedCommunication.of(units, graphs=graphs),
         )
 
     def _explained(self) -> Comparison:
@@ -154,7 +159,8 @@ class MicsTrainer(Trainer):
         if self._progress is None:
             self._progress = Progress(done=self.step - 1, last=self.config.training.steps)
         self._micro_steps_done = 0
-        with ExitStack() as self._open_step, _replaced(dist_utils, "clip_grad_norm_", _clip):
+        clipping = _replaced(dist_utils, "clip_grad_norm_", _clip)
+        with self.metrics_processor.step(), ExitStack() as self._open_step, clipping:
             super().train_step(data_iterator)
         if self._mics.check_replicas_every and self.step % self._mics.check_replicas_every == 0:
             check_replicas(self.model_parts)

@@ -6,7 +6,7 @@ Everything happens on the meta device, through torchtitan's state-dict adapters;
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,60 @@ from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.load import IN_HF
 from mics_dtensor.train.model import model_spec
 
+if TYPE_CHECKING:
+    from torchtitan.components.checkpoint import CheckpointManager
+
 Tensors = dict[str, torch.Tensor]
+
+
+def refuse_lost_weights(config: RunConfig) -> None:
+    """Raise ConfigError where the run reads or writes Hugging Face's files, and its model cannot.
+
+    torchtitan's adapters leave out what they have no name for: written, it would be missing; read,
+    it would keep its random start.
+    """
+    written = config.checkpoint
+    asked = [
+        f"checkpoint.{name} = true" for name in IN_HF if written.enable and getattr(written, name)
+    ]
+    if not asked:
+        return
+    weights = RunWeights(config)
+    said, out = " and ".join(asked), _WITHOUT_HF
+    if not weights.has_hf_names:
+        raise ConfigError(f"{said}: torchtitan has no adapter for {weights.label}; {out}")
+    lost, _ = weights.not_exported()
+    if lost:
+        raise ConfigError(
+            f"{said}: torchtitan's adapter for {weights.label} has no Hugging Face name for "
+            f"{len(lost)} parameters ({', '.join(lost[:3])}, ...), which would be lost without a word; {out}"
+        )
+
+
+def refuse_cut(checkpoints: CheckpointManager) -> None:
+    """Raise ConfigError where an adapter cannot take the experts apart as this run has cut them.
+
+    torchtitan would say so at the last save. `checkpoints` has the model as it is trained.
+    """
+    from torchtitan.components.checkpoint import MODEL
+
+    its = checkpoints
+    if not its.enable or not (its.last_save_in_hf or its.initial_load_in_hf):
+        return
+    try:
+        its.sd_adapter.to_hf(its.states[MODEL].state_dict())
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        raise ConfigError(
+            f"torchtitan's adapter for Hugging Face does not take the model as it is cut here "
+            f"({error}): choose a [mics] partition_size that divides the number of its experts, or "
+            f"{_WITHOUT_HF}"
+        ) from error
+
+
+_WITHOUT_HF = (
+    "leave Hugging Face's files out (initial_load_in_hf, last_save_in_hf): of a checkpoint as the "
+    "program saves it `mics convert hf` makes safetensors, with --names own in torchtitan's names"
+)
 
 
 class RunWeights:
@@ -41,6 +94,11 @@ class RunWeights:
         self.label = f"{spec.name} {spec.flavor}"
         self.shapes = {name: tuple(value.shape) for name, value in self._model.state_dict().items()}
         self.trained = {name: tuple(its.shape) for name, its in self._model.named_parameters()}
+
+    @property
+    def has_hf_names(self) -> bool:
+        """Whether torchtitan has an adapter for the model."""
+        return self._adapter is not None
 
     def are_named(self, names: Iterable[str]) -> bool:
         """Whether `names` are more the run's own than Hugging Face's."""
@@ -116,17 +174,3 @@ class RunWeights:
             raise CheckpointError(
                 f"torchtitan's adapter for {self.label} does not take this checkpoint: {error}"
             ) from None
-
-
-def refuse_lost_weights(config: RunConfig) -> None:
-    """Raises ConfigError where the run asks for Hugging Face's names, and a parameter has none."""
-    asked = [name for name in IN_HF if getattr(config.checkpoint, name)]
-    if not asked or not config.checkpoint.enable:
-        return
-    weights = RunWeights(config)
-    if lost := weights.not_exported()[0]:
-        raise ConfigError(
-            f"checkpoint.{asked[0]} = true: torchtitan's adapter for {weights.label} has no "
-            f"Hugging Face name for {', '.join(lost[:3])}, and would leave out {len(lost)} "
-            "parameters without a word; delete the line"
-        )

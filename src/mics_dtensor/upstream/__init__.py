@@ -18,6 +18,7 @@ from mics_dtensor.upstream.comm import (
 )
 from mics_dtensor.upstream.exchange import first_hop_only, reset_after_exception, whole_units
 from mics_dtensor.upstream.full_state import full_state_is_asked
+from mics_dtensor.upstream.parameter import ShardedParameter
 from mics_dtensor.upstream.piece import Box, Piece, boxes_of
 from mics_dtensor.upstream.reshard import (
     can_reshard_over_smaller_group,
@@ -40,7 +41,7 @@ from mics_dtensor.upstream.storage import (
     version_of,
 )
 from mics_dtensor.upstream.tracing import is_profiling
-from mics_dtensor.upstream.units import ShardedParameter, Unit, local_of, units_of
+from mics_dtensor.upstream.units import Unit, local_of, units_of
 from mics_dtensor.upstream.unshard import (
     before_unshard,
     do_before_unshard,

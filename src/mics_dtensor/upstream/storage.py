@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from mics_dtensor.upstream.units import ShardedParameter
+from mics_dtensor.upstream.parameter import ShardedParameter
 
 
 def flat_shard(param: ShardedParameter) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,74 +23,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 )
 from torch.distributed.tensor import DTensor
 
+from mics_dtensor.upstream.parameter import ShardedParameter
+
 MeshInfo = DataParallelMeshInfo
 ORIGINAL = "mics_original"  # our attribute, on mesh_info objects of our making
-
-
-@dataclass(frozen=True, eq=False)
-class ShardedParameter:
-    """One parameter of a unit, as FSDP2 holds it on this rank."""
-
-    name: str
-    fsdp: Any  # torch's FSDPParam
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """The sharded parameter: a DTensor, the one the optimizer has; its `.grad` is ours too."""
-        parameter: nn.Parameter = self.fsdp.sharded_param
-        return parameter
-
-    @property
-    def local(self) -> torch.Tensor:
-        """The shard of this rank, without padding."""
-        shard: torch.Tensor = self.fsdp.sharded_param._local_tensor
-        return shard
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape before this unit's sharding: one rank's part under tensor parallel."""
-        return tuple(self.fsdp._orig_size)
-
-    @property
-    def sharded_dim(self) -> int:
-        """The dim of `shape` that is cut into shards; 0 unless a shard_placement_fn chose one."""
-        return int(self.fsdp.fsdp_placement.dim)
-
-    @property
-    def padded_numel(self) -> int:
-        """Elements of one shard with FSDP2's padding: the same on every rank of the group."""
-        return int(self.fsdp.padded_sharded_param_size.numel())
-
-    def as_gradient(self, local: torch.Tensor) -> DTensor:
-        """`local`, of the shape of this rank's shard, as a gradient of the parameter; no copy."""
-        gradient: DTensor = self.fsdp.to_sharded_dtensor(local)
-        return gradient
-
-    def on_arrival(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Call back whenever FSDP2 has added a reduced gradient to `.grad`; returns the undoing."""
-        parameter: Any = self.parameter  # torch gives the method no types
-        hook = parameter.register_post_accumulate_grad_hook(lambda _: call())
-        remove: Callable[[], None] = hook.remove
-        return remove
-
-    def has_unreduced_gradient(self) -> bool:
-        """Whether a backward left a gradient that FSDP2 has not reduced (its sync was off)."""
-        unsharded = getattr(self.fsdp, "_unsharded_param", None)
-        return self.fsdp.unsharded_accumulated_grad is not None or (
-            unsharded is not None and unsharded.grad is not None
-        )
-
-    def fill_unreduced_gradient(self) -> None:
-        """Zeros, if a backward has left no gradient where it could have."""
-        unsharded = getattr(self.fsdp, "_unsharded_param", None)
-        if unsharded is not None and unsharded.requires_grad and not self.has_unreduced_gradient():
-            unsharded.grad = torch.zeros_like(unsharded, requires_grad=False)
-
-    def drop_unreduced_gradient(self) -> None:
-        """Forget such a gradient: zero_grad() reaches only the parameters the module shows."""
-        self.fsdp.unsharded_accumulated_grad = None
-        if getattr(self.fsdp, "_unsharded_param", None) is not None:
-            self.fsdp._unsharded_param.grad = None
 
 
 @dataclass(eq=False)
@@ -239,7 +175,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def units_of(model: nn.Module | Iterable[nn.Module]) -> list[Unit]:
-    """The units of a model, or of model parts, in the order of `named_modules`; each once."""
+    """The units of a model, or of model parts, in the order of `named_modules`; each once.
+
+    Before the first forward FSDP2 takes up parameters that were put in the place of those that
+    fully_shard saw (transformers loads so); it is made to do so now, where it still would.
+    """
     parts = [model] if isinstance(model, nn.Module) else list(model)
     units: dict[int, Unit] = {}
     for part, root in enumerate(parts):
@@ -250,6 +190,7 @@ def units_of(model: nn.Module | Iterable[nn.Module]) -> list[Unit]:
             state = module._get_fsdp_state()
             outermost = not any(name.startswith(prefix) for prefix in outer)
             for group in groups_of(state):
+                _take_up_replaced(group)
                 if id(group) in units:  # fully_shard([norm, head]): one group, two modules
                     units[id(group)].name += f", {name}"
                 else:
@@ -278,8 +219,17 @@ def groups_of(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
+def _take_up_replaced(group: Any) -> None:
+    if getattr(group, "_reset_sharded_params", True) or not group.is_sharded:
+        return  # FSDP2 has done it
+    for param in (ShardedParameter("", its) for its in group.fsdp_params):
+        if isinstance(param.shown, DTensor) and id(param.shown) != id(param.parameter):
+            param.fsdp.reset_sharded_param()
+
+
 def _parameter_name(fsdp_param: Any, names: dict[int, str]) -> str:
-    for parameter in (fsdp_param.sharded_param, getattr(fsdp_param, "_unsharded_param", None)):
+    its = ShardedParameter("", fsdp_param)
+    for parameter in (*its.forms, its.shown):
         if id(parameter) in names:
             return names[id(parameter)]
     return fsdp_param._param_fqn or "(unregistered parameter)"
