@@ -42,7 +42,8 @@ def refuse_lost_weights(config: RunConfig) -> None:
     if lost:
         raise ConfigError(
             f"{said}: torchtitan's adapter for {weights.label} has no Hugging Face name for "
-            f"{len(lost)} parameters ({', '.join(lost[:3])}, ...), which would be lost without a word; {out}"
+            f"{len(lost)} parameters ({', '.join(lost[:3])}, ...), which would be lost without a "
+            f"word; {out}"
         )
 
 
