@@ -201,6 +201,14 @@ def test_what_would_be_planned_as_if_without_is_refused(
         assert said in refused(capsys, "--cluster", "p4de", *more, file=path)
 
 
+def test_more_nodes_than_anyone_has_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for many in (("--nodes", "100000000"), ("--scale", "1,10,...,100000000")):
+        assert "000,000 ranks; the planner goes to 1,048,576" in refused(capsys, *ON, *many)
+    large = ("--nodes", "16384", "--model.flavor", "405B", "--training.global_batch_size", "131072")
+    said = refused(capsys, "--cluster", "p3dn", *large, "--training.seq_len", "131072")
+    assert "does not fit 16384 nodes of p3dn in any partition" in said
+
+
 def test_converted_products_are_refused_and_can_be_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -18,6 +18,9 @@ from mics_dtensor.plan.shape import Checkpointing
 from mics_dtensor.plan.traffic import BUCKET_SIZE_BYTES
 from mics_dtensor.topology import Topology
 
+MAX_RANKS = 2**20
+"""A world is written out rank by rank; beyond this it is a slip of the hand."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
@@ -34,7 +37,10 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked: a model, a batch of `global_batch` sequences a step, and a cluster."""
+    """What is asked: a model, a batch of `global_batch` sequences a step, and a cluster.
+
+    Raises PlanError for more than MAX_RANKS.
+    """
 
     model: Preset
     cluster: Cluster
@@ -56,6 +62,14 @@ class Question:
     bucket_size_bytes: int = BUCKET_SIZE_BYTES
     tracer: Callable[[Question, Layout, Variant], Memory] | None = None
     """Memory by trace (train/tracing.py), of what is fast and fits in closed form."""
+
+    def __post_init__(self) -> None:
+        world = self.num_nodes * self.cluster.ranks_per_node
+        if world > MAX_RANKS:
+            raise PlanError(
+                f"{self.num_nodes:,} nodes of {self.cluster.ranks_per_node} are {world:,} ranks; "
+                f"the planner goes to {MAX_RANKS:,}: give fewer nodes"
+            )
 
     @cached_property
     def topology(self) -> Topology:

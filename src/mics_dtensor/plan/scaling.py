@@ -67,15 +67,15 @@ def scaling(question: Question, nodes: Sequence[int]) -> Scaling:
     each = question.sequences_of_a_rank
     node = question.cluster.ranks_per_node
     answers: dict[int, Answer | None] = {}
-    for num_nodes in nodes:
-        asked = replace(question, num_nodes=num_nodes, global_batch=each * num_nodes * node)
+    questions = [replace(question, num_nodes=n, global_batch=each * n * node) for n in nodes]
+    for num_nodes, asked in zip(nodes, questions, strict=True):
         try:
             answers[num_nodes] = answer(asked)
         except PlanError:  # too few nodes to hold the model: a gap in every curve
             answers[num_nodes] = None
     rows = [(n, row) for n, found in answers.items() if found for row in found.rows]
     if not rows:
-        answer(replace(question, num_nodes=nodes[-1], global_batch=each * nodes[-1] * node))
+        answer(questions[-1])
     names = [str(s) for s in sorted({r.variant.partition_size for _, r in rows if r.fits})]
     placed = {(n, _name(row)): row for n, row in rows}
     placed |= {(n, "best"): found.best for n, found in answers.items() if found}

@@ -12,7 +12,7 @@ from mics_dtensor.plan.cluster import UNCERTAINTY, Cluster
 from mics_dtensor.plan.memory import Holding, Memory, peak_memory
 from mics_dtensor.plan.overlap import Overlap
 from mics_dtensor.plan.presets.units import traffic_units
-from mics_dtensor.plan.question import Question, Variant, variants_of
+from mics_dtensor.plan.question import MAX_RANKS, Question, Variant, variants_of
 from mics_dtensor.plan.shape import ModelShape, shape_of
 from mics_dtensor.plan.step import StepTime, Work, step_time
 from mics_dtensor.plan.traffic import Options, Traffic, Unit, step_traffic
@@ -254,6 +254,8 @@ def _nodes_that_hold(question: Question) -> list[int]:
     """The fewest of 2, 4, ... 64 times the nodes that hold the model, if some do."""
     for factor in (2, 4, 8, 16, 32, 64):
         nodes, batch = question.num_nodes * factor, question.global_batch * factor
+        if nodes * question.cluster.ranks_per_node > MAX_RANKS:
+            break
         asked = replace(question, num_nodes=nodes, global_batch=batch)
         if least_bytes(asked) <= question.cluster.memory_bytes:
             return [nodes]
