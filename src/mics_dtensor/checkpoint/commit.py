@@ -119,10 +119,9 @@ def retire(folder: Path, *, keep_last: int) -> list[Path]:
     whole = [path for path in reversed(found) if is_whole(path)]  # newest first
     if not keep_last or len(whole) <= keep_last:
         return []
-    kept = set(whole[:keep_last])
-    kept |= set([p for p in whole if Manifest.read(p).contents == "training"][:1])
+    resumable = next((p for p in whole if Manifest.read(p).contents == "training"), None)
     oldest = found.index(whole[keep_last - 1])
-    gone = [path for path in found[:oldest] if path not in kept]
+    gone = [path for path in found[:oldest] if path != resumable]
     for path in gone:
         deleted = path.with_name(path.name + DELETED)
         path.rename(deleted)  # so that half of it is never found under its name
