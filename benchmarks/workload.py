@@ -70,7 +70,7 @@ class _Sleep(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, sleep_s: float) -> torch.Tensor:
         ctx.sleep_s = sleep_s
         time.sleep(sleep_s)
-        return x.view_as(x)
+        return x.clone()  # a view would drop FSDP2's hook in silence
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
