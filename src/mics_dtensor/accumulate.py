@@ -57,7 +57,7 @@ def gradient_accumulation(
 
     `second_hop_dtype`: what gradients cross the replicas in; by default each unit's reduce dtype.
     Sums over micro-steps are fp32 either way: in `.grad`, or, for bf16 parameters, in one fp32
-    shard more per rank. `bucket_size_bytes`: smaller units share a message; 25 MiB if not given.
+    shard more per rank. `bucket_size_bytes`: smaller units share a message; 1 MiB if not given.
     `overlap_boundary`: messages leave during the last backward. `static_gradients`: `.grad` is
     never bound anew, for CUDA graphs; gradients at entry are zero after an exception, not restored.
 

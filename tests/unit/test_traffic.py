@@ -219,5 +219,5 @@ def test_the_table_reads_like_this() -> None:
         unit_of(layout, (32000, 512), name="embedding"),
         *(unit_of(layout, (512, 512), (512, 2048), name=f"layers.{i}") for i in range(12)),
     ]
-    options = Options(num_micro_steps=4)
+    options = Options(num_micro_steps=4, bucket_size_bytes=25 * 2**20)
     assert str(Comparison(tuple(units), options, 4, 4)) == TABLE.rstrip("\n")

@@ -19,8 +19,12 @@ from mics_dtensor.layout import GroupShape
 from mics_dtensor.plan.slices import sliced_hop
 from mics_dtensor.plan.stage import Collective, Stage, edges, split
 
-BUCKET_SIZE_BYTES = 25 * 2**20
-"""Units smaller than this share a message at the boundary: DDP's default, until it is measured."""
+BUCKET_SIZE_BYTES = 2**20
+"""Units smaller than this share a message at the boundary.
+
+Measured (benchmarks/results, `crossover`): from 512 KiB on a message for all is no faster, as the
+copy costs what the fewer messages save; twice that, for links that are faster than those.
+"""
 
 AGREEMENT_NUMBERS = 3
 """int32 numbers of the agreement before the second hop, beside one a parameter."""
