@@ -169,7 +169,7 @@ def plot(path: Path) -> None:
         panel.set_xticks(sorted({x["num_nodes"] for x in results["launches"]}))
         panel.set_ylim(0, 105)
         panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("throughput per rank, % of MiCS on one node")
+    panels[0][0].set_ylabel("throughput per rank,\n% of MiCS on one node")
     panels[0][0].legend(frameon=False)
     rate = results["configuration"]["rate"]
     figure.text(

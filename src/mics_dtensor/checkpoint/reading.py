@@ -6,6 +6,7 @@ they were written, parts move to where they are needed (routing.py); until then 
 
 from __future__ import annotations
 
+import mmap
 import pickle
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -179,14 +180,23 @@ class Reader(StorageReader):
 
 def read_whole(path: Path, *, hashed: bool) -> tuple[memoryview, str]:
     """The bytes of a file, and their sha256 in hexadecimal; hashed while the next ones come."""
-    data = memoryview(bytearray(path.stat().st_size))
-    digest, at = sha256(), 0
+    data, digest, at = _empty(path.stat().st_size), sha256(), 0
     with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
         while num_read := file.readinto(data[at : at + READ_BYTES]):
             if hashed:
                 hasher.submit(digest.update, data[at : at + num_read])
             at += num_read
     return data[:at], digest.hexdigest()
+
+
+def _empty(num_bytes: int) -> memoryview:
+    """Memory that nobody has written; a bytearray would be filled with zeros first."""
+    if not num_bytes:
+        return memoryview(bytearray())
+    data = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        data.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(data)
 
 
 def _exchange(moves: list[Move], held: Held, device: torch.device) -> dict[Part, torch.Tensor]:
