@@ -65,6 +65,9 @@ AIMS = (
 
 def told(launches: Sequence[Results]) -> Iterator[str]:
     """A Markdown table: every aim that these launches can answer, each launch, and the median."""
+    if not any(aim.value(launches[0]) for aim in AIMS):
+        return
+    yield ""
     yield f"| seconds a step | aim | {_launch_names(launches)} | median | |"
     yield f"|---|---|{'---|' * (len(launches) + 2)}"
     for aim in AIMS:

@@ -56,7 +56,6 @@ def _section(launches: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield from _description(first)
         yield ""
         yield from aims.medians(launches)
-        yield ""
         yield from aims.told(launches)
         yield from _stages(first)
     else:
