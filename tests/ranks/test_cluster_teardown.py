@@ -18,8 +18,9 @@ WHY_NOT = what_is_missing() if sys.platform == "linux" else "network namespaces 
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 LAUNCHER = """
-import subprocess, sys, time
+import signal, subprocess, sys, time
 from benchmarks.cluster import Cluster
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell began it with &
 with Cluster(2, rate="400mbit") as cluster:
     inside = subprocess.Popen(cluster.command(1, ["sleep", "600"]), start_new_session=True)
     print(inside.pid, flush=True)
