@@ -83,7 +83,9 @@ def test_norms_are_those_of_the_whole_gradient_and_ours_sends_scalars() -> None:
             assert torch.allclose(whole(theirs), right), (norm_type, theirs, right)
         with count_collectives() as counted:
             norm = clip_grad_norm_(model.parameters(), 0.5, norm_type=norm_type)
-        assert {call.message_bytes for call in counted.calls} == {4}
+        # A maximum may lose a nan: for inf, whether there is one goes beside the number.
+        sent = 8 if norm_type == float("inf") else 4
+        assert {call.message_bytes for call in counted.calls} == {sent}
         assert torch.allclose(norm, right), (norm_type, norm, right)
         clip_grad_norm_(plain.parameters(), 0.5, norm_type=norm_type)
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
