@@ -35,7 +35,7 @@ class Aim:
         return float(rows[self.slower]["seconds_median"] / rows[self.faster]["seconds_median"])
 
     def holds(self, value: float) -> bool:
-        """To the digits that are shown."""
+        """Whether `value`, as it is shown, is on the right side of the bound."""
         return value >= self.bound if self.is_at == "least" else value <= self.bound
 
     def __str__(self) -> str:
