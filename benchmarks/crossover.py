@@ -9,13 +9,11 @@ one for all, put together by a copy. Everything but the boundary is the same in 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster import ClusterError
-from benchmarks.results import describe, write
+from benchmarks.results import describe, tell
 from benchmarks.run import Case, Run, run
 
 OWN, SHARED = "mics-own-messages", "mics-one-message"
@@ -78,13 +76,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", type=Path, help="where to write the results")
     given = parser.parse_args()
-    try:
-        results = measure(rate=given.rate, repetitions=given.repetitions)
-    except ClusterError as error:
-        sys.exit(f"error: {error}")
-    print("\n".join(section(results)))
-    if given.json is not None:
-        write(results, given.json)
+    tell(lambda: measure(rate=given.rate, repetitions=given.repetitions), section, given.json)
 
 
 if __name__ == "__main__":

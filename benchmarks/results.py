@@ -7,13 +7,15 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cluster import ClusterError
 from benchmarks.launch import ROOT
 from benchmarks.run import FOREIGN_CORES, PEERS, Record, Run
 
@@ -97,6 +99,21 @@ def stages(record: Record, wanted: Run) -> dict[str, dict[str, int]]:
 def write(results: dict[str, Any], path: Path) -> None:
     """Write results.json."""
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def tell(
+    measure: Callable[[], dict[str, Any]],
+    section: Callable[[dict[str, Any]], Iterable[str]],
+    path: Path | None,
+) -> None:
+    """Measure, print the section, and write to `path`; or end the program with the error."""
+    try:
+        results = measure()
+    except ClusterError as error:
+        sys.exit(f"error: {error}")
+    print("\n".join(section(results)))
+    if path is not None:
+        write(results, path)
 
 
 def table(results: dict[str, Any]) -> str:

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster import ClusterError
-from benchmarks.results import describe, write
+from benchmarks.results import describe, tell
 from benchmarks.run import Case, Run, run
 
 SYSTEMS = ("fsdp2", "mics", "mics-overlap")
@@ -191,8 +189,8 @@ def main() -> None:
     """Parse, and measure or draw."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__)
     add = parser.add_argument
-    add("--nodes", default="1,2,4,6", help="the first is what the others are compared with")
-    add("--shares", default="0.8,0.95", help="of sleep in a step of MiCS on one node")
+    add("--nodes", type=_numbers, default="1,2,4,6", help="of each cluster; 1 is compared with")
+    add("--shares", type=_shares, default="0.8,0.95", help="of sleep in a step on one node")
     add("--rate", default="400mbit", help="of each node's link, as tc writes it")
     add("--repetitions", type=int, default=5)
     add("--json", type=Path, help="where to write the results")
@@ -201,18 +199,28 @@ def main() -> None:
     if given.plot is not None:
         plot(given.plot)
         return
+    tell(
+        lambda: measure(given.shares, given.nodes, rate=given.rate, repetitions=given.repetitions),
+        section,
+        given.json,
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    found = [int(part) for part in text.split(",") if part.isdecimal()]
+    if len(found) != text.count(",") + 1 or found[0] != 1 or sorted(set(found)) != found:
+        raise argparse.ArgumentTypeError(f"{text}: give numbers of nodes that rise from 1, 1,2,4,6")
+    return found
+
+
+def _shares(text: str) -> list[float]:
     try:
-        results = measure(
-            [float(share) for share in given.shares.split(",")],
-            [int(nodes) for nodes in given.nodes.split(",")],
-            rate=given.rate,
-            repetitions=given.repetitions,
-        )
-    except ClusterError as error:
-        sys.exit(f"error: {error}")
-    print("\n".join(section(results)))
-    if given.json is not None:
-        write(results, given.json)
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < share < 1 for share in found):
+        raise argparse.ArgumentTypeError(f"{text}: give shares between 0 and 1, as 0.8,0.95")
+    return found
 
 
 if __name__ == "__main__":
