@@ -31,8 +31,6 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.results import commit, processor
 from mics_dtensor.checkpoint.checkpoints import CheckpointOptions, Checkpoints
 
-LAYER = 1024  # of its square
-
 
 def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
     """One rank: every system in turn, `options.repeat` times; rank 0 writes the answer."""
@@ -44,14 +42,15 @@ def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
         rank=rank,
         timeout=timedelta(seconds=600),
     )
-    num_layers = max(1, options.mebibytes * 2**20 // (3 * 4 * LAYER * LAYER))
-    model: Any = nn.Sequential(*(nn.Linear(LAYER, LAYER, bias=False) for _ in range(num_layers)))
+    width = options.width
+    num_layers = max(1, options.mebibytes * 2**20 // (3 * 4 * width * width))
+    model: Any = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(num_layers)))
     mesh = init_device_mesh("cpu", (1, options.ranks), mesh_dim_names=("replicate", "shard"))
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, LAYER)).sum().backward()
+    model(torch.ones(1, width)).sum().backward()
     optimizer.step()
     run = Run(Path(folder), model, optimizer)
     found: dict[str, list[float]] = {}
@@ -180,6 +179,7 @@ def main() -> None:
     parser.add_argument("--folder", default=None, help="on the disk that is meant")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mebibytes", type=int, default=512, help="of weights and moments")
+    parser.add_argument("--width", type=int, default=1024, help="of the square layers")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
@@ -203,7 +203,11 @@ def main() -> None:
         "commit": commit(),
         "versions": {"torch": metadata.version("torch")},
         "date": date.today().isoformat(),
-        "configuration": {"ranks": options.ranks, "repeat": options.repeat},
+        "configuration": {
+            "ranks": options.ranks,
+            "width": options.width,
+            "repeat": options.repeat,
+        },
         **answer,
         "ratios": ratios(answer["seconds"]),
     }

@@ -24,6 +24,7 @@ from torch import nn
 
 from mics_dtensor.checkpoint import reading
 from mics_dtensor.checkpoint.checkpoints import CheckpointOptions, Checkpoints
+from mics_dtensor.checkpoint.digest import Digest
 from mics_dtensor.checkpoint.manifest import Manifest
 from mics_dtensor.errors import CheckpointError, CommunicationError
 
@@ -47,12 +48,12 @@ def reads_counted() -> Iterator[dict[str, int]]:
     found: dict[str, int] = {}
     real = reading.read_whole
 
-    def counted(path: Path, *, hashed: bool) -> Any:
-        data = real(path, hashed=hashed)
-        found[path.name] = found.get(path.name, 0) + len(data[0])
+    def counted(path: Path, digest: Digest | None = None) -> memoryview:
+        data = real(path, digest)
+        found[path.name] = found.get(path.name, 0) + len(data)
         return data
 
-    reading.read_whole = counted  # type: ignore[assignment]
+    reading.read_whole = counted
     try:
         yield found
     finally:
@@ -81,7 +82,9 @@ def test_one_copy_is_written_and_each_byte_read_once(tmp_path: Path, placement: 
     )
     assert in_chunks == 3 * 4 * numel  # weights and two moments, fp32, once
     by_rank = {file.name: file.size_bytes for file in manifest.files if file.name != ".metadata"}
-    assert sum(by_rank.values()) == sum(i.length for i in metadata.storage_data.values())
+    lengths = [info.length for info in metadata.storage_data.values()]
+    assert sum(by_rank.values()) == sum(-(-length // 64) * 64 for length in lengths)
+    assert all(info.offset % 64 == 0 for info in metadata.storage_data.values())
     writers = {int(name.split("_")[2]) for name in by_rank}
     if placement == "spread":
         assert writers == set(range(8))
@@ -222,7 +225,7 @@ def test_all_is_on_the_disk_before_it_has_its_name_and_the_old_goes_after(tmp_pa
 
 def edit_schema(folder: Path) -> None:
     its = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(its | {"schema": 2}))
+    (folder / "manifest.json").write_text(json.dumps(its | {"schema": 99}))
 
 
 def flip(folder: Path) -> None:
@@ -266,7 +269,7 @@ def test_what_is_damaged_is_refused_by_name_and_passed_over(tmp_path: Path) -> N
     if dist.get_rank() == 0:
         edit_schema(folder / "step-1")
     dist.barrier()
-    with pytest.raises(CheckpointError, match=r"step-1/manifest.json has schema 2"):
+    with pytest.raises(CheckpointError, match=r"step-1/manifest.json has schema 99"):
         loading.resume()
     if dist.get_rank() == 0:
         (folder / "step-1" / "manifest.json").write_text("{")

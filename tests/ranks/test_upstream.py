@@ -3,6 +3,7 @@
 Where one dies on a new release, the file behind the door is the only one to change.
 """
 
+import io
 import re
 from copy import deepcopy
 from datetime import timedelta
@@ -475,6 +476,24 @@ class Canaries:
         info = storage_info("__0_0.distcp", 3, 5)
         assert (info.relative_path, info.offset, info.length) == ("__0_0.distcp", 3, 5)
         assert info.transform_descriptors is None
+
+    def a_saved_tensor_where_it_lies(self) -> None:
+        """PyTorchFileReader.get_record_offset, and skip_data while loading."""
+        from mics_dtensor.upstream import tensor_in_place
+
+        for value in (torch.randn(3, 4).t(), torch.arange(6)[2:4], torch.tensor(1.5).bfloat16()):
+            written = io.BytesIO()
+            torch.save(value, written)
+            view = memoryview(bytearray(written.getvalue()))
+            found = tensor_in_place(written, view)
+            assert found is not None
+            assert torch.equal(found, value)
+            assert found.stride() == value.stride()
+            found.zero_()
+            assert torch.equal(torch.load(io.BytesIO(view)), torch.zeros_like(value))
+        shifted = memoryview(bytearray(1 + len(view)))[1:]
+        shifted[:] = view
+        assert tensor_in_place(written, shifted) is None
 
     def fake_store_of_testing_internal(self) -> None:
         """torch.testing._internal.distributed.fake_pg: importing it registers the backend."""

@@ -104,7 +104,7 @@ def losses_in(path: Path) -> list[float]:
 def whole_files(folder: Path) -> dict[str, str]:
     """By name, the hash of every file that holds tensors."""
     files = Manifest.read(folder).files
-    return {its.name: its.sha256 for its in files if its.name.endswith(".distcp")}
+    return {its.name: its.digest for its in files if its.name.endswith(".distcp")}
 
 
 @pytest.mark.parametrize("masters", ["fp32", "sharded"])

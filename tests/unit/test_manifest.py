@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,7 +37,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [file.name for file in manifest.files] == ["a", "b"]
     assert manifest.size_bytes() == 10_240
     manifest.check(folder)
-    assert json.loads((folder / NAME).read_text())["schema"] == 1
+    assert json.loads((folder / NAME).read_text())["schema"] == 2
 
 
 def flip(folder: Path) -> None:
@@ -55,8 +57,8 @@ def edit(folder: Path, **keys: object) -> None:
         (flip, "/a has other bytes than were written"),
         (lambda f: (f / "a").write_bytes(b"short"), "/a has 5 bytes, and 10240 were written"),
         (lambda f: (f / "a").unlink(), "/a is missing: this checkpoint is damaged"),
-        (lambda f: edit(f, schema=2), "has schema 2, and this version .* reads up to 1: install"),
-        (lambda f: edit(f, schema=2, versions=3), r"that wrote it \(unknown\)"),
+        (lambda f: edit(f, schema=3), "has schema 3, and this version .* reads up to 2: install"),
+        (lambda f: edit(f, schema=3, versions=3), r"that wrote it \(unknown\)"),
         (lambda f: (f / NAME).write_text("{"), "manifest.json cannot be read"),
         (lambda f: (f / NAME).write_bytes(b"\xff"), "manifest.json is not text"),
         (lambda f: (f / NAME).write_text("[]"), "manifest.json cannot be read"),
@@ -88,6 +90,29 @@ def test_a_path_that_is_no_checkpoint(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(CheckpointError, match=words):
             Manifest.read(tmp_path / name)
+
+
+def test_what_schema_1_wrote_is_verified_by_its_sha256(tmp_path: Path) -> None:
+    folder = tmp_path / "step-7"
+    manifest = written(folder)
+    told = json.loads((folder / NAME).read_text())
+    for entry in told["files"]:
+        del entry["digest"]
+        entry["sha256"] = hashlib.sha256((folder / entry["name"]).read_bytes()).hexdigest()
+    (folder / NAME).write_text(json.dumps(told | {"schema": 1}))
+    read = Manifest.read(folder)
+    assert [its.name for its in read.files] == [its.name for its in manifest.files]
+    read.check(folder)
+    flip(folder)
+    with pytest.raises(CheckpointError, match=r"/a has other bytes .* \(sha256 \w{12}, not \w{12}"):
+        read.check(folder)
+
+
+def test_the_digest_is_that_of_zip(tmp_path: Path) -> None:
+    folder = tmp_path / "step-7"
+    a, b = written(folder).files
+    assert a.digest == f"crc32:{zlib.crc32((folder / 'a').read_bytes()):08x}"
+    assert b.digest == "crc32:00000000"
 
 
 def test_keys_of_a_later_version_with_the_same_number_are_let_be(tmp_path: Path) -> None:

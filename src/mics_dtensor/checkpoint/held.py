@@ -10,6 +10,7 @@ from typing import IO, Any, cast
 import torch
 
 from mics_dtensor.checkpoint.routing import Part
+from mics_dtensor.upstream import tensor_in_place
 
 
 class Held:
@@ -28,11 +29,19 @@ class Held:
         if not part.is_tensor:
             return torch.frombuffer(view, dtype=torch.uint8)
         if self._last != (part.file, part.start):  # parts of a value follow each other
-            file = cast("IO[bytes]", Viewed(view))
-            self._value = torch.load(file, map_location="cpu", weights_only=True)
+            self._value = value_of(view)
             self._last = part.file, part.start
         box = tuple(slice(at, at + n) for at, n in zip(part.offsets, part.lengths, strict=True))
         return self._value[box].contiguous().view(-1).view(torch.uint8)
+
+
+def value_of(view: memoryview) -> torch.Tensor:
+    """The tensor that torch.save has written to `view`, in its memory where that can be."""
+    file = cast("IO[bytes]", Viewed(view))
+    if (tensor := tensor_in_place(file, view)) is not None:
+        return tensor
+    file.seek(0)
+    return cast("torch.Tensor", torch.load(file, map_location="cpu", weights_only=True))
 
 
 class Viewed(RawIOBase):

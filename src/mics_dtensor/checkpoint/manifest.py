@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from hashlib import sha256
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from mics_dtensor.checkpoint.digest import PIECE_BYTES, Digest
 from mics_dtensor.errors import CheckpointError
 
-SCHEMA = 1
+SCHEMA = 2
 NAME = "manifest.json"
 Contents = Literal["training", "model"]
-BLOCK_BYTES = 16 << 20  # read at a time while hashing
 
 
 class Damaged(CheckpointError):
@@ -29,19 +28,21 @@ class Damaged(CheckpointError):
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """A file of a checkpoint: its name in the folder ("/" between folders), size and hash."""
+    """A file of a checkpoint: its name in the folder ("/" between folders), size and digest."""
 
     name: str
     size_bytes: int
-    sha256: str
+    digest: str
 
     @classmethod
     def of(cls, folder: Path, name: str) -> File:
         """The entry of a file that is written; reads it once."""
-        path, digest = folder / name, sha256()
-        for block in blocks(path):
-            digest.update(block)
-        return cls(name=name, size_bytes=path.stat().st_size, sha256=digest.hexdigest())
+        path = folder / name
+        return cls(name=name, size_bytes=path.stat().st_size, digest=digest_of(path, Digest()))
+
+    def new_digest(self) -> Digest:
+        """Of the kind of this file's, to be fed with its bytes."""
+        return Digest(self.digest.partition(":")[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,15 +130,16 @@ class Manifest:
         """Every file is what was written: reads all of them. Raises CheckpointError."""
         self.check_sizes(folder)
         for file in self.files:
-            check_hash(folder / file.name, file, File.of(folder, file.name).sha256)
+            path = folder / file.name
+            check_digest(path, file, digest_of(path, file.new_digest()))
 
 
-def check_hash(path: Path, file: File, found: str) -> None:
+def check_digest(path: Path, file: File, found: str) -> None:
     """Raise CheckpointError where a file of the right size has other bytes than were written."""
-    if found != file.sha256:
-        raise damaged(
-            path, f"has other bytes than were written (sha256 {found[:12]}, not {file.sha256[:12]})"
-        )
+    if found != file.digest:
+        kind, _, its = file.digest.partition(":")
+        said = f"{kind} {found.removeprefix(f'{kind}:')[:12]}, not {its[:12]}"
+        raise damaged(path, f"has other bytes than were written ({said})")
 
 
 def damaged(path: Path, how: str) -> Damaged:
@@ -178,11 +180,12 @@ def step_of(name: str) -> int | None:
     return int(number) if not start and plain else None
 
 
-def blocks(path: Path) -> Iterator[bytes]:
-    """The bytes of a file, in order."""
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            yield block
+def digest_of(path: Path, digest: Digest) -> str:
+    """What `digest` says of a file; reads all of it."""
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(PIECE_BYTES):
+            digest.update(piece)
+    return str(digest)
 
 
 def sync_folder(folder: Path) -> None:
@@ -212,7 +215,8 @@ def files_of(folder: Path, names: Iterable[str]) -> tuple[File, ...]:
 
 
 def _file(entry: Mapping[str, Any]) -> File:
-    return File(**{key: entry[key] for key in File.__dataclass_fields__})
+    digest = entry["digest"] if "sha256" not in entry else f"sha256:{entry['sha256']}"  # schema 1
+    return File(name=entry["name"], size_bytes=entry["size_bytes"], digest=digest)
 
 
 def _version(written: Mapping[str, Any]) -> str:

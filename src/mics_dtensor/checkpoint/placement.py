@@ -6,10 +6,10 @@ The files are those of torch.distributed.checkpoint (DCP), hashed as they are wr
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from io import BytesIO, RawIOBase
 from pathlib import Path
 from typing import IO, Any, Literal, cast
@@ -21,14 +21,17 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from mics_dtensor.checkpoint.commit import abandon, begin, commit, partial_of, retire
+from mics_dtensor.checkpoint.digest import Digest
 from mics_dtensor.checkpoint.manifest import File, Manifest
 from mics_dtensor.errors import CheckpointError
 from mics_dtensor.upstream import storage_info
 
 Placement = Literal["spread", "partition_group"]
 OPTIMIZER = "optimizer"  # under this name a checkpoint holds the states of the optimizer
+ALIGNMENT = 64  # of a value in a file, as of a storage in what torch.save writes
 LARGE_BYTES = 1 << 20  # a write of this size is hashed by another thread meanwhile
 
 
@@ -103,15 +106,20 @@ class Writer(FileSystemWriter):
         folder, name = Path(self.path), f"{plan.storage_data.prefix}0.distcp"
         folder.mkdir(parents=True, exist_ok=True)  # on a node with a disk of its own
         results = list[WriteResult]()
-        with (folder / name).open("wb", buffering=0) as raw, HashedFile(raw) as file:
+        with (
+            (folder / name).open("wb", buffering=0) as raw,
+            HashedFile(raw) as file,
+            without_crc32_of_values(),
+        ):
             for item in bytes_first(plan.items):
                 start = file.size_bytes
                 write_item(item, planner, file)
                 length = file.size_bytes - start
+                file.write(bytes(-file.size_bytes % ALIGNMENT))
                 info = storage_info(name, start, length)
                 results.append(FileWritten(item.index, length, info))
             os.fsync(raw.fileno())
-            entry = File(name=name, size_bytes=file.size_bytes, sha256=file.sha256)
+            entry = File(name=name, size_bytes=file.size_bytes, digest=str(file.digest))
         results[0] = replace(cast("FileWritten", results[0]), file=entry)
         return results
 
@@ -137,17 +145,12 @@ class Writer(FileSystemWriter):
 
 
 class HashedFile(RawIOBase):
-    """Hashes what is written through it; `size_bytes` and `sha256` of what was, so far."""
+    """Hashes what is written through it; `size_bytes` and `digest` of what was, so far."""
 
     def __init__(self, raw: Any) -> None:
-        self._raw, self._digest, self.size_bytes = raw, sha256(), 0
+        self._raw, self.digest, self.size_bytes = raw, Digest(), 0
         self._hasher = ThreadPoolExecutor(1)
         self.error: OSError | None = None
-
-    @property
-    def sha256(self) -> str:
-        """Hexadecimal."""
-        return self._digest.hexdigest()
 
     def writable(self) -> bool:
         """For torch.save."""
@@ -158,9 +161,9 @@ class HashedFile(RawIOBase):
         view = memoryview(data).cast("B")
         hashed = None
         if view.nbytes >= LARGE_BYTES:  # hashing and writing both let go of the interpreter
-            hashed = self._hasher.submit(self._digest.update, view)
+            hashed = self._hasher.submit(self.digest.update, view)
         else:
-            self._digest.update(view)
+            self.digest.update(view)
         try:
             at = 0
             while at < view.nbytes:
@@ -182,6 +185,20 @@ class HashedFile(RawIOBase):
         """The hashing thread alone; the file is closed by whom it was opened."""
         self._hasher.shutdown()
         super().close()
+
+
+@contextmanager
+def without_crc32_of_values() -> Iterator[None]:
+    """torch.save leaves out the CRC-32 that unzip would ask for: the file has one of its own.
+
+    Of this thread (on torch 2.11 of the process); torch.load does not look at it.
+    """
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 def bytes_first(items: Sequence[WriteItem]) -> list[WriteItem]:

@@ -11,7 +11,6 @@ import pickle
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -24,14 +23,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from mics_dtensor.checkpoint.digest import PIECE_BYTES, Digest
 from mics_dtensor.checkpoint.held import Held
-from mics_dtensor.checkpoint.manifest import NAME, Manifest, check_hash, not_a_checkpoint
+from mics_dtensor.checkpoint.manifest import NAME, Manifest, check_digest, not_a_checkpoint
 from mics_dtensor.checkpoint.routing import Broadcast, Move, Part, Ranks, Route, routes
 from mics_dtensor.errors import CheckpointError
 from mics_dtensor.mesh import ranks_of
 from mics_dtensor.world import agreed, gathered, rank_here, told
 
-READ_BYTES = 16 << 20
 Described = tuple[Manifest | None, Metadata]
 
 
@@ -164,9 +163,10 @@ class Reader(StorageReader):
         path, its = self.path / name, self._files.get(name)
         if its is None and self.manifest is not None:
             raise CheckpointError(f"{path} is not among the files of the manifest")
-        data, digest = read_whole(path, hashed=its is not None)
+        digest = None if its is None else its.new_digest()
+        data = read_whole(path, digest)
         if its is not None:
-            check_hash(path, its, digest)
+            check_digest(path, its, str(digest))
         return data
 
     def _put(self, item: ReadItem, data: torch.Tensor, planner: LoadPlanner) -> None:
@@ -178,15 +178,15 @@ class Reader(StorageReader):
         planner.commit_tensor(item, target)
 
 
-def read_whole(path: Path, *, hashed: bool) -> tuple[memoryview, str]:
-    """The bytes of a file, and their sha256 in hexadecimal; hashed while the next ones come."""
-    data, digest, at = _empty(path.stat().st_size), sha256(), 0
+def read_whole(path: Path, digest: Digest | None = None) -> memoryview:
+    """The bytes of a file; `digest` hears of each piece while the next one comes."""
+    data, at = _empty(path.stat().st_size), 0
     with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
-        while num_read := file.readinto(data[at : at + READ_BYTES]):
-            if hashed:
+        while num_read := file.readinto(data[at : at + PIECE_BYTES]):
+            if digest is not None:
                 hasher.submit(digest.update, data[at : at + num_read])
             at += num_read
-    return data[:at], digest.hexdigest()
+    return data[:at]
 
 
 def _empty(num_bytes: int) -> memoryview:
@@ -264,11 +264,12 @@ def _read(path: Path, *, verify: bool) -> Described:
                 f"{path} holds Hugging Face's files: load it with checkpoint.initial_load_path and "
                 "initial_load_in_hf = true"
             )
-        data, digest = read_whole(path / ".metadata", hashed=True)
-        check_hash(path / ".metadata", its, digest)
+        digest = its.new_digest()
+        data = read_whole(path / ".metadata", digest)
+        check_digest(path / ".metadata", its, str(digest))
     else:
         try:
-            data, _ = read_whole(path / ".metadata", hashed=False)
+            data = read_whole(path / ".metadata")
         except OSError:
             raise CheckpointError(not_a_checkpoint(path)) from None
     metadata: Metadata = pickle.loads(data)

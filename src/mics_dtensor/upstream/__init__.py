@@ -24,6 +24,7 @@ from mics_dtensor.upstream.reshard import (
     can_reshard_over_smaller_group,
     reshard_after_forward_over,
 )
+from mics_dtensor.upstream.saved import tensor_in_place
 from mics_dtensor.upstream.storage import (
     add_hook,
     as_summand,
@@ -85,6 +86,7 @@ __all__ = [
     "set_post_optim_event",
     "set_timeout",
     "storage_info",
+    "tensor_in_place",
     "timeout_of",
     "units_of",
     "version_of",
