@@ -2,8 +2,9 @@
 
     python -m benchmarks.planner.step_times --nodes 4 --ranks-per-node 2 --rate 400mbit
 
-Measures the cluster with `mics measure`, trains on it with `benchmarks.emulated_cluster`, and
-compares. Wants a quiet machine, and root. `python -m benchmarks.planner` reads the file.
+Measures the cluster with `mics measure`, trains on it with `benchmarks.emulated_cluster`, each case
+with every partition, and compares. Wants a quiet machine, and root. `python -m benchmarks.planner`
+reads the file.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,24 @@ from mics_dtensor.plan.cost import stage_s
 
 FILE = Path(__file__).parent / "results" / "step_times.json"
 MEASURE_S = 1800.0
+NEAR = 1.03
+
+
+@dataclass(frozen=True)
+class Case:
+    """How often a step gathers and reduces, and the width of the layers that it does it with."""
+
+    micro_steps: int
+    dim: int
+
+    @classmethod
+    def of(cls, word: str) -> Case:
+        """Of "4x1024". Raises ValueError."""
+        micro_steps, _, dim = word.partition("x")
+        return cls(int(micro_steps), int(dim))
+
+    def __str__(self) -> str:
+        return f"{self.micro_steps} micro-steps of layers of {self.dim}"
 
 
 def measure(arguments: argparse.Namespace, out: Path) -> Constants:
@@ -40,17 +62,19 @@ def measure(arguments: argparse.Namespace, out: Path) -> Constants:
     return constants_of(str(out))
 
 
-def train(arguments: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """The emulated cluster's results for FSDP2 and MiCS over every partition."""
+def train(arguments: argparse.Namespace, case: Case) -> dict[str, Any]:
+    """The emulated cluster's results for MiCS over every partition. Raises CalledProcessError."""
     parts = ["1/2", *(str(n) for n in (1, 2, 4, 8) if arguments.nodes % n == 0)]
     command = [sys.executable, "-m", "benchmarks.emulated_cluster", "--no-stages"]
     command += ["--nodes", str(arguments.nodes), "--rate", arguments.rate]
     command += ["--ranks-per-node", str(arguments.ranks_per_node), "--systems", "mics"]
     command += ["--partition-nodes", ",".join(parts), "--sleep-ms", str(arguments.sleep_ms)]
-    command += ["--micro-steps", str(arguments.micro_steps), "--json", str(out)]
+    command += ["--micro-steps", str(case.micro_steps), "--dim", str(case.dim)]
     command += ["--repetitions", str(arguments.repetitions)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=MEASURE_S)
-    read: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "results.json"
+        subprocess.run([*command, "--json", str(out)], cwd=ROOT, check=True, timeout=MEASURE_S)
+        read: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return read
 
 
@@ -65,7 +89,7 @@ def predicted_s(constants: Constants, results: dict[str, Any], row: dict[str, An
 
 
 def compared(constants: Constants, results: dict[str, Any]) -> dict[str, Any]:
-    """The file: measured and predicted seconds of each partition, the errors and the best."""
+    """A case of the file: measured and predicted seconds of each partition, and which is chosen."""
     rows = [
         {
             "partition_nodes": row["partition_nodes"],
@@ -77,17 +101,29 @@ def compared(constants: Constants, results: dict[str, Any]) -> dict[str, Any]:
     ]
     best = min(rows, key=lambda row: row["predicted_s"])
     least_s = min(row["measured_s"] for row in rows)
+    run = results["configuration"]
     return {
-        "schema": 1,
-        "host": results["host"],
-        "commit": results["commit"],
-        "date": results["date"],
-        "configuration": results["configuration"],
+        "micro_steps": results["rows"][0]["micro_steps"],
+        "dim": run["workload"]["dim"],
+        "configuration": run,
         "rows": rows,
-        "mean_error": statistics.mean(
-            abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows
-        ),
         "best_over_least": best["measured_s"] / least_s,
+    }
+
+
+def told(results: dict[str, Any], cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The file: every case, and the two numbers that are checked."""
+    errors = [
+        abs(row["predicted_s"] / row["measured_s"] - 1) for case in cases for row in case["rows"]
+    ]
+    near = sum(case["best_over_least"] <= NEAR for case in cases)
+    return {
+        "schema": 2,
+        **{key: results[key] for key in ("host", "commit", "date")},
+        "cases": cases,
+        "num_errors": len(errors),
+        "mean_error": statistics.mean(errors),
+        "share_chosen_well": near / len(cases),
     }
 
 
@@ -96,27 +132,34 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--rate", default="400mbit")
-    parser.add_argument("--micro-steps", type=int, default=4)
+    parser.add_argument("--cases", default="1x1024,2x1024,4x1024,8x1024,1x512,4x512,8x512")
     parser.add_argument("--sleep-ms", type=float, default=20.0)
     parser.add_argument("--max-size", default="16M")
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--cluster", type=Path, help="what `mics measure` has written; not anew")
     parser.add_argument("--out", type=Path, default=FILE)
     arguments = parser.parse_args()
+    written = arguments.cluster or arguments.out.with_suffix(".cluster.toml")
     try:
-        constants = measure(arguments, arguments.out.with_suffix(".cluster.toml"))
-    except ClusterError as error:
+        wanted = [Case.of(word) for word in arguments.cases.split(",")]
+        constants = constants_of(str(written)) if arguments.cluster else measure(arguments, written)
+    except (ClusterError, ValueError) as error:
         sys.exit(f"error: {error}")
-    results = train(arguments, arguments.out.with_suffix(".results.json"))
-    told = compared(constants, results)
-    arguments.out.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-    for row in told["rows"]:
-        print(
-            f"partition of {row['partition_nodes']:g} nodes: {row['measured_s']:.3f} s measured "
-            f"({row['num_quiet']} quiet), {row['predicted_s']:.3f} s predicted"
-        )
+    cases = []
+    for case in wanted:
+        results = train(arguments, case)
+        cases.append(compared(constants, results))
+        arguments.out.write_text(json.dumps(told(results, cases), indent=2) + "\n", "utf-8")
+        for row in cases[-1]["rows"]:
+            print(
+                f"{case}, partition of {row['partition_nodes']:g} nodes: {row['measured_s']:.3f} s "
+                f"measured ({row['num_quiet']} quiet), {row['predicted_s']:.3f} s predicted"
+            )
+    last = told(results, cases)
     print(
-        f"mean error {told['mean_error']:.1%}; what is chosen takes {told['best_over_least']:.3f}"
-        " of the least measured"
+        f"mean error of {last['num_errors']}: {last['mean_error']:.1%}; in "
+        f"{last['share_chosen_well']:.0%} of {len(cases)} cases what is chosen takes at most "
+        f"{NEAR} times the least that was measured"
     )
 
 

@@ -1,4 +1,4 @@
-"""Timings of collectives: fits, `cluster.toml`, nccl-tests' own reports, and what is refused."""
+"""Timings of collectives: fits, `cluster.toml`, and what is refused."""
 
 import json
 import tomllib
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.timings import SIZES, timed
 
 from mics_dtensor.cli import main
 from mics_dtensor.errors import PlanError
@@ -23,25 +24,9 @@ from mics_dtensor.plan.calibrate import (
 from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.plan.cost import message_bytes, stage_s
 from mics_dtensor.plan.stage import Collective, Stage
-from mics_dtensor.plan.timing import WAYS, Timing, fitted, hop_between_s, hop_inside_s
+from mics_dtensor.plan.timing import WAYS, fitted, hop_between_s, hop_inside_s
 
-SIZES = tuple(1 << power for power in range(16, 31, 2))
 FILE = Path(__file__).parents[2] / "train_configs" / "llama3_8b_2x8.toml"
-
-
-def timed(
-    kind: Collective, nodes: int, ranks: int, *, edges: float = 1.0, rate: float = 1e10
-) -> Timing:
-    """On a made link: 5 us a hop inside, 50 us between, `rate` bytes a second for `edges` edges."""
-    hops_s = (nodes * (ranks - 1)) * 5e-6 + (nodes - 1) * 50e-6
-    empty = Timing(
-        collective=kind, num_nodes=nodes, ranks_per_node=ranks, sizes_bytes=(1,), seconds=(1,)
-    )
-    return replace(
-        empty,
-        sizes_bytes=SIZES,
-        seconds=tuple(WAYS[kind] * hops_s + edges * empty.over_edge(size) / rate for size in SIZES),
-    )
 
 
 def measured(**changes: Any) -> Measured:
@@ -127,6 +112,18 @@ def test_c7_what_was_measured_decides(kind: Collective, tmp_path: Path) -> None:
     assert twice == pytest.approx(its.seconds[4] / 2, rel=1e-4)
 
 
+def test_c9_a_message_to_each_peer_is_an_all_to_all(tmp_path: Path) -> None:
+    """Three calls of a rank of four nodes are one all-to-all of theirs, measured or not."""
+    group = GroupShape(4, 1, 2)
+    for timings in ((timed("all_to_all", 4, 1),), ()):
+        path = tmp_path / "cluster.toml"
+        path.write_text(cluster_toml(measured(timings=(*measured().timings, *timings))))
+        read = cluster(str(path))
+        whole = stage("all_to_all", group, SIZES[3], 2)
+        each = replace(whole, collective="send", calls=2 * 3)
+        assert stage_s(each, read) == stage_s(whole, read) > 0
+
+
 def test_between_and_beyond_the_sizes() -> None:
     its = timed("all_gather", 2, 4)
     assert its.seconds_of(1) == its.seconds[0]
@@ -189,83 +186,10 @@ def test_a_slow_node_and_a_bad_fit_are_told() -> None:
     assert said.startswith("all_gather over 2 x 4 ranks misses latency + bytes / bandwidth by up")
 
 
-def report(tmp_path: Path, name: str, **changes: Any) -> Path:
-    """A report as nccl-tests' src/util.cu writes it: times in microseconds, rates in GB/s."""
-    its = timed("all_gather", 2, 8)
-    devices = [
-        {"rank": rank, "hostname": f"h{rank // 8}", "device_info": "NVIDIA H100 80GB HBM3"}
-        for rank in range(16)
-    ]
-    rows = [{"size": 8, "out_of_place": {"time": 9.0, "alg_bw": 0.0, "bus_bw": 0.0}}]
-    rows += [
-        {"size": size, "out_of_place": {"time": 1e6 * s, "alg_bw": 1.0, "bus_bw": 1.0}}
-        for size, s in zip(its.sizes_bytes, its.seconds, strict=True)
-    ]
-    told = {
-        "version": 3,
-        "args": [f"/opt/nccl-tests/build/{name}_perf", "-b", "8"],
-        "config": {"nthreads": 1, "ngpus": 1, "devices": devices},
-        "results": rows,
-    }
-    path = tmp_path / f"{name}.json"
-    path.write_text(json.dumps(told | changes))
-    return path
-
-
-def test_nccl_tests_own_reports_are_a_cluster(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    paths = [report(tmp_path, "all_gather"), report(tmp_path, "alltoall")]
-    its = cluster(",".join(str(path) for path in paths))
-    assert (its.gpu, its.ranks_per_node, its.measured_nodes) == ("H100-80GB", 8, 2)
-    assert {t.collective for t in its.timings} == {"all_gather", "all_to_all"}
-    assert its.timings[0].sizes_bytes == SIZES  # 8 bytes are left out
-    assert its.between.bandwidth_bytes_per_s == pytest.approx(1e10)
-    assert its.peak_flops_per_s == 989e12
-    assert main(["measure", "--from-nccl-tests", *map(str, paths)]) == 0
-    assert "bandwidth out of a node: 10.0 GB/s (measured)" in capsys.readouterr().out
-
-
 def test_of_a_size_that_is_there_twice_the_faster_counts() -> None:
     its = timed("all_gather", 1, 4)
     both = merged([its, replace(its, seconds=tuple(2 * s for s in its.seconds))])
     assert both == (its,)
-
-
-def devices(count: int, name: str) -> dict[str, Any]:
-    return {
-        "nthreads": 1,
-        "ngpus": 1,
-        "devices": [{"hostname": f"h{rank // 8}", "device_info": name} for rank in range(count)],
-    }
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"config": devices(16, "Voodoo 2")}, "no constants of 'Voodoo 2' are known"),
-        ({"config": devices(12, "NVIDIA H200")}, "hosts with (8, 4) GPUs"),
-        ({"args": ["sendrecv_perf"]}, "is a report of sendrecv_perf"),
-        ({"results": []}, "times nothing of 65536 bytes or more"),
-        ({"config": {}}, "names no devices"),
-    ],
-)
-def test_reports_that_cannot_be_used_are_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(PlanError) as refused:
-        cluster(str(report(tmp_path, "all_gather", **changes)))
-    assert message in str(refused.value)
-
-
-def test_reports_of_two_clusters_are_refused(tmp_path: Path) -> None:
-    one = report(tmp_path, "all_gather")
-    other = report(tmp_path, "all_reduce", config=devices(16, "NVIDIA H200"))
-    with pytest.raises(PlanError, match="reports of two clusters"):
-        cluster(f"{one},{other}")
-    (tmp_path / "no.json").write_text("{}")
-    with pytest.raises(PlanError, match="is no report of nccl-tests"):
-        cluster(str(tmp_path / "no.json"))
 
 
 @pytest.mark.parametrize(

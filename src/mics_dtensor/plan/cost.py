@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mics_dtensor.errors import PlanError
 from mics_dtensor.plan.cluster import Cluster, Link
 from mics_dtensor.plan.stage import Stage
@@ -14,12 +16,19 @@ def stage_s(stage: Stage, cluster: Cluster) -> float:
     All groups of the world call at once: a node's NIC carries the bytes of all its ranks. Where
     this very collective was measured in groups of this shape, its timing decides (C7).
     """
+    if stage.collective == "send":
+        return stage_s(as_all_to_all(stage), cluster)
     launches = stage.calls / stage.blocks
     timing = cluster.timing_of(stage.collective, stage.group)
     if timing is not None and launches:
         return launches * timing.seconds_of(message_bytes(stage) / launches)
     wire_s = max(between_s(stage, cluster), inside_s(stage, cluster))
     return wire_s + launches * extra_latency_s(stage, cluster)
+
+
+def as_all_to_all(stage: Stage) -> Stage:
+    """Messages of a rank to each of its peers, a call each, as the one call that does it (C9)."""
+    return replace(stage, collective="all_to_all", calls=stage.calls // (stage.group.size - 1))
 
 
 def message_bytes(stage: Stage) -> float:
