@@ -187,6 +187,12 @@ def own_checks() -> Iterator[Check]:
     yield at_most(f"recommendations of {asked} that do not fit", float(wrong), 0.0)
 
 
+HOST_REASON = (
+    "every step takes longer than its sleeps and messages: with 8 ranks on 2 cores each waits for "
+    "the slowest host, which no table of messages holds; most with small units over all nodes"
+)
+
+
 def counted_checks() -> Iterator[Check]:
     """Bytes and step times of the emulated cluster, from the files of its runs."""
     cases = byte_cases()
@@ -203,7 +209,7 @@ def counted_checks() -> Iterator[Check]:
         yield Check(name=best, value=None, bound=">= 0.9", holds=None, reason=how)
         return
     told = json.loads(FILE.read_text(encoding="utf-8"))
-    yield at_most(f"{name} of {told['num_errors']}", told["mean_error"], 0.10)
+    yield at_most(f"{name} of {told['num_errors']}", told["mean_error"], 0.10, HOST_REASON)
     share = told["share_chosen_well"]
     yield Check(name=best, value=share, bound=">= 0.9", holds=share >= 0.9)
 
