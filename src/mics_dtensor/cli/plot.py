@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mics_dtensor.errors import PlanError
-from mics_dtensor.plan.report import TERMS
+from mics_dtensor.plan.report import terms_of
 from mics_dtensor.plan.scaling import Scaling
 from mics_dtensor.plan.search import Answer
 
@@ -20,7 +20,7 @@ def plot_answer(answer: Answer, path: Path) -> None:
     axes = figure.subplots()
     names = ["FSDP" if r.variant.plain else str(r.variant.partition_size) for r in answer.rows]
     floor = [0.0] * len(names)
-    for number, term in enumerate(TERMS):
+    for number, term in enumerate(terms_of(answer.rows)):
         heights = [getattr(row.time, f"{term}_s") for row in answer.rows]
         axes.bar([names[0]], [0.0], color=f"C{number}", label=term.replace("_", " "))
         bars = axes.bar(names, heights, bottom=floor, color=f"C{number}")

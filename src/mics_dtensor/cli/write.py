@@ -26,7 +26,7 @@ def chosen_values(question: Question, variant: Variant) -> dict[str, Any]:
         "training.local_batch_size": variant.micro_batch,
         "training.global_batch_size": question.global_batch,
     }
-    if variant.partition_size < question.topology.world_size:  # else there is nothing to cut
+    if variant.partition_size < question.num_data_ranks:  # else there is nothing to cut
         values["mics.optimizer_over_replicas"] = variant.optimizer_over_replicas
         if not variant.optimizer_over_replicas:  # what goes with slices alone
             values |= {"mics.master_weights": "fp32", "mics.overlap_update": False}
@@ -35,7 +35,7 @@ def chosen_values(question: Question, variant: Variant) -> dict[str, Any]:
         values["activation_checkpoint.selective_ac_option"] = variant.checkpointing
     else:
         values["activation_checkpoint.mode"] = variant.checkpointing
-    if variant.partition_size > question.cluster.ranks_per_node:
+    if variant.partition_size * question.tensor_parallel > question.cluster.ranks_per_node:
         values["mics.hierarchical"] = variant.hierarchical
         values["mics.node_local_backward"] = variant.node_local_backward
     return values

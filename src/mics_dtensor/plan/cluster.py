@@ -85,7 +85,7 @@ class Cluster:
                 return its
         return None
 
-    def share_of_products(self, hidden: int) -> float:
+    def share_of_products(self, hidden: float) -> float:
         """Share of the peak that the products of a model of this width reach (T6)."""
         return self.product_share * hidden / (hidden + self.product_half_width)
 

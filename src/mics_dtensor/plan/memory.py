@@ -134,14 +134,16 @@ def peak_memory(
     )
 
 
-def block_bytes_per_token(shape: ModelShape, kernels: Kernels) -> float:
+def block_bytes_per_token(work: Work, kernels: Kernels) -> float:
     """What autograd keeps of a block's forward for one token (M2).
 
     Two norms with their input and output; queries, keys and values; the rotation; what attention
-    returned and its log-sum-exp; gate, activation, up and their product.
+    returned and its log-sum-exp; gate, activation, up and their product. Under tensor parallel a
+    norm has its part of the sequence, and its output is kept whole, as it was gathered.
     """
-    hidden, width, key_value = shape.hidden, shape.attention_width, shape.key_value_width
-    norm = (4 if kernels.fused_norm else 10) * hidden + 4
+    shape = work.part
+    width, key_value = shape.attention_width, shape.key_value_width
+    norm = _norm_bytes(work, kernels) + 2 * shape.hidden
     attention = 2 * (width + 2 * key_value) + 2 * width
     rotation, log_sum = 4 * shape.head_dim, 4 * width // shape.head_dim
     feed_forward = (8 if shape.gated else 4) * shape.ffn
@@ -151,10 +153,16 @@ def block_bytes_per_token(shape: ModelShape, kernels: Kernels) -> float:
     return 2 * norm + attention + rotation + log_sum + feed_forward
 
 
-def kept_bytes_per_token(shape: ModelShape, work: Work, kernels: Kernels, blocks: int) -> float:
+def _norm_bytes(work: Work, kernels: Kernels) -> float:
+    """What a norm keeps beside its output."""
+    return ((2 if kernels.fused_norm else 8) * work.shape.hidden + 4) / work.tensor_parallel
+
+
+def kept_bytes_per_token(work: Work, kernels: Kernels, blocks: int) -> float:
     """What is kept of the first `blocks` blocks between forward and backward (M3)."""
+    shape, parts = work.part, work.tensor_parallel
     hidden, width, key_value = shape.hidden, shape.attention_width, shape.key_value_width
-    whole, start = block_bytes_per_token(shape, kernels), 2 * hidden
+    whole, start = block_bytes_per_token(work, kernels), 2 * hidden / parts
     if work.checkpointing == "none":
         return blocks * whole
     if work.checkpointing == "2":
@@ -162,13 +170,15 @@ def kept_bytes_per_token(shape: ModelShape, work: Work, kernels: Kernels, blocks
     if work.checkpointing == "op":  # of five products the first, third and last: wqkv, w1, w2
         attention = 2 * width + 4 * width // shape.head_dim if kernels.keeps_attention else 0
         products = 2 * (width + 2 * key_value) + 2 * shape.ffn + 2 * hidden
-        return blocks * (start + products + attention)
+        reduced = 4 * hidden / parts if parts > 1 else 0
+        return blocks * (start + products + reduced + attention)
     return blocks * start
 
 
-def again_bytes_per_token(shape: ModelShape, work: Work, kernels: Kernels, block: int) -> float:
+def again_bytes_per_token(work: Work, kernels: Kernels, block: int) -> float:
     """What the second forward of a block, counted from 1, adds to what was kept of it (M3)."""
-    whole = block_bytes_per_token(shape, kernels)
+    shape = work.part
+    whole = block_bytes_per_token(work, kernels)
     if work.checkpointing == "none" or (work.checkpointing == "2" and block % 2):
         return 0.0
     if work.checkpointing == "op":  # w1 is there, and wqkv is let go when it is rotated
@@ -203,17 +213,19 @@ def _in_the_head(
     units: Sequence[Unit], work: Work, holding: Holding, kernels: Kernels
 ) -> Iterator[Moment]:
     """The loss, and then the head's own reduction (M4)."""
-    shape, tokens, chunks = work.shape, work.tokens, holding.num_loss_chunks
+    shape, tokens, chunks = work.part, work.tokens, holding.num_loss_chunks
     head, block = _of(units, "lm_head"), _of(units, "layers")
-    kept = kept_bytes_per_token(shape, work, kernels, shape.num_layers) * tokens
-    norm = ((4 if kernels.fused_norm else 10) * shape.hidden + 4) * tokens
-    logits = 12.0 * shape.vocab * tokens / chunks  # twice in bf16, twice in fp32
+    kept = kept_bytes_per_token(work, kernels, shape.num_layers) * tokens
+    norm = (_norm_bytes(work, kernels) + 2 * shape.hidden) * tokens
+    # Twice in bf16, twice in fp32; where the vocabulary is cut, four times in fp32.
+    logits = (12.0 if work.tensor_parallel == 1 else 16.0) * shape.vocab * tokens / chunks
     gathered, gradient = head.gather_itemsize * head.numel, head.gather_itemsize * head.numel
     before = _held_before(units, holding)
     yield Moment(before, gathered + (gradient if chunks > 1 else 0.0), kept + norm + logits)
     reduced = gradient + head.reduce_itemsize * head.numel
     ahead = block.gather_itemsize * block.numel
-    yield Moment(before, reduced + ahead, kept + 2.0 * shape.hidden * tokens)
+    passing = 2.0 if work.tensor_parallel == 1 else 4.0  # cut again: a copy, part after part
+    yield Moment(before, reduced + ahead, kept + passing * shape.hidden * tokens)
 
 
 def _in_the_blocks(
@@ -225,11 +237,12 @@ def _in_the_blocks(
 
     All is linear in the place of the block, so that the first two and the last two decide.
     """
-    shape, tokens = work.shape, work.tokens
+    shape, tokens, parts = work.part, work.tokens, work.tensor_parallel
     head, block, table = _of(units, "lm_head"), _of(units, "layers"), _of(units, "tok_embeddings")
     # Of the feed-forward: gradients of its product, gate and up, less the product that is freed.
-    passing = 2.0 * tokens * (2 * shape.ffn + shape.hidden) + 2.0 * shape.ffn * shape.hidden
-    norm = (8 if kernels.fused_norm else 26) * shape.hidden * tokens  # its input, its gradients
+    passing = 2.0 * tokens * (2 * shape.ffn + shape.hidden / parts) + 2.0 * shape.ffn * shape.hidden
+    norm = (8 if kernels.fused_norm else 26) * shape.hidden * tokens / parts  # input, gradients
+    at_the_norm = _norm_bytes(work, kernels) + 6 * shape.hidden / parts
     before = _held_before(units, holding)
     done_before = _gradient_bytes(head, holding)
     for place in sorted({0, 1, shape.num_layers - 2, shape.num_layers - 1}):
@@ -244,13 +257,37 @@ def _in_the_blocks(
             messages += block.gather_itemsize * block.numel / block.shard.ranks_per_node
         reduced = done_before + place * _gradient_bytes(block, holding) / shape.num_layers
         number = shape.num_layers - place
-        held = kept_bytes_per_token(shape, work, kernels, number) * tokens
-        again = again_bytes_per_token(shape, work, kernels, number) * tokens
+        held = kept_bytes_per_token(work, kernels, number) * tokens
+        again = again_bytes_per_token(work, kernels, number) * tokens
         yield Moment(before or reduced, messages, held + again + passing)
         gradients = block.gather_itemsize * block.numel
-        below = kept_bytes_per_token(shape, work, kernels, number - 1) * tokens
-        at_the_end = below + 2.0 * shape.hidden * tokens + norm
+        below = kept_bytes_per_token(work, kernels, number - 1) * tokens
+        at_the_end = below + 2.0 * shape.hidden * tokens / parts + norm
         yield Moment(before or reduced, messages + gradients, at_the_end)
+        if parts > 1:
+            for whole in _whole_bytes(work, kernels, number):
+                yield Moment(before or reduced, messages, held + again + whole)
+            first = below + (4 * shape.hidden + at_the_norm) * tokens
+            yield Moment(before or reduced, messages + gradients, first)
+
+
+def _whole_bytes(work: Work, kernels: Kernels, block: int) -> Iterator[float]:
+    """Of a block where its sequence is whole under tensor parallel, beside what is kept (M9).
+
+    The gradient of its output is gathered, and copied into order; where the forward runs again, it
+    does so below that gradient, to its own end: the product w2, and a copy of it to be reduced.
+    Then the gradient of the feed-forward's input, from w1 and w3, with those of their weights.
+    """
+    shape, parts, tokens = work.part, work.tensor_parallel, work.tokens
+    hidden, again = shape.hidden, again_bytes_per_token(work, kernels, block) > 0
+    if not again:
+        yield (4 * hidden + 2 * hidden / parts) * tokens
+    else:
+        cut = 4 if work.checkpointing == "op" else 8  # it keeps what was reduced
+        yield (6 * hidden + cut * hidden / parts) * tokens
+    kept = (8 if shape.gated else 4) * shape.ffn
+    weights = 2 * shape.ffn_products * shape.ffn * hidden
+    yield weights + (4 * hidden + 2 * hidden / parts + 2 * shape.ffn - kept) * tokens
 
 
 def _in_the_embedding(units: Sequence[Unit], holding: Holding) -> Moment:

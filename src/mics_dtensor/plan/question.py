@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import product
 
 from mics_dtensor.errors import PlanError
-from mics_dtensor.layout import Layout, divisors
+from mics_dtensor.layout import Layout, divisors, partition_sizes
 from mics_dtensor.plan.cluster import Cluster
 from mics_dtensor.plan.memory import Memory
 from mics_dtensor.plan.overlap import Overlap
@@ -39,7 +39,7 @@ class Variant:
 class Question:
     """What is asked: a model, a batch of `global_batch` sequences a step, and a cluster.
 
-    Raises PlanError for more than MAX_RANKS.
+    Raises PlanError for more than MAX_RANKS, and for tensor parallel that does not lie in nodes.
     """
 
     model: Preset
@@ -60,6 +60,8 @@ class Question:
     """Where states are cut: fp32 weights in the slices, and shards as they are gathered."""
     num_loss_chunks: int = 1
     bucket_size_bytes: int = BUCKET_SIZE_BYTES
+    tensor_parallel: int = 1
+    """Ranks of a node that compute one sequence together."""
     tracer: Callable[[Question, Layout, Variant], Memory] | None = None
     """Memory by trace (train/tracing.py), of what is fast and fits in closed form."""
 
@@ -70,12 +72,42 @@ class Question:
                 f"{self.num_nodes:,} nodes of {self.cluster.ranks_per_node} are {world:,} ranks; "
                 f"the planner goes to {MAX_RANKS:,}: give fewer nodes"
             )
+        node, degree = self.cluster.ranks_per_node, self.tensor_parallel
+        if degree < 1 or node % degree:
+            raise PlanError(
+                f"tensor_parallel_degree {degree} does not divide the {node} ranks of a node of "
+                f"{self.cluster.name}, inside which it lies; choose from {divisors(node)}"
+            )
 
     @cached_property
     def topology(self) -> Topology:
         """The nodes that are asked about."""
         node = self.cluster.ranks_per_node
         return Topology.uniform(world_size=self.num_nodes * node, ranks_per_node=node)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks, or tensor-parallel groups of them, that have sequences of their own."""
+        return self.topology.world_size // self.tensor_parallel
+
+    @property
+    def reader(self) -> str:
+        """Who has sequences of its own, in words."""
+        degree = self.tensor_parallel
+        return "GPU" if degree == 1 else f"tensor-parallel group of {degree} GPUs"
+
+    def layout(self, partition_size: int) -> Layout:
+        """The partition groups of that many shards."""
+        return Layout(
+            topology=self.topology,
+            partition_size=partition_size,
+            tensor_parallel_size=self.tensor_parallel,
+        )
+
+    def layouts(self) -> list[Layout]:
+        """One a partition size, ascending."""
+        sizes = partition_sizes(self.topology, tensor_parallel_size=self.tensor_parallel)
+        return [self.layout(size) for size in sizes]
 
     @property
     def nodes_in_words(self) -> str:
@@ -90,13 +122,14 @@ class Question:
     @property
     def sequences_of_a_rank(self) -> int:
         """In an optimizer step. Raises PlanError where the batch cannot be cut."""
-        world = self.num_nodes * self.cluster.ranks_per_node
-        if self.global_batch < 1 or self.global_batch % world:
+        ranks = self.num_data_ranks
+        if self.global_batch < 1 or self.global_batch % ranks:
+            its = "ranks" if self.tensor_parallel == 1 else "data-parallel ranks"
             raise PlanError(
-                f"a batch of {self.global_batch} sequences cannot be shared by {world} ranks; give "
-                f"a multiple of {world} (training.global_batch_size), or other --nodes"
+                f"a batch of {self.global_batch} sequences cannot be shared by {ranks} {its}; give "
+                f"a multiple of {ranks} (training.global_batch_size), or other --nodes"
             )
-        return self.global_batch // world
+        return self.global_batch // ranks
 
 
 def variants_of(question: Question, layout: Layout, *, plain: bool = False) -> Iterator[Variant]:

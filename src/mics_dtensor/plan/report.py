@@ -38,12 +38,14 @@ _HEADERS: Cells = (
 
 def render(question: Question, answer: Answer) -> str:
     """The table, the recommendation, and where every constant came from."""
-    rows = [_HEADERS, *(_cells(row, _verdict(question, row, answer)) for row in answer.rows)]
+    cells = [_cells(row, _verdict(question, row, answer)) for row in answer.rows]
+    rows = [_headers(terms_of(answer.rows)), *cells]
     cluster = question.cluster
     lines = [
         f"{question.model.model} {question.model.flavor}, {question.model.num_parameters:,} "
         f"parameters, on {question.nodes_in_words} of {cluster.ranks_per_node} {cluster.gpu} "
-        f"({cluster.name}): {question.global_batch} sequences of {question.seq_len} tokens a step",
+        f"({cluster.name}): {question.global_batch} sequences of {question.seq_len} tokens a step"
+        f"{_cut_in_words(question)}",
         f"Memory in GB of a GPU at the peak, {_memory_from(question)}; times in seconds of a step, "
         "messages where nothing hides them.",
         "",
@@ -57,6 +59,16 @@ def render(question: Question, answer: Answer) -> str:
         (f"  {n}", value, origin, source) for n, value, origin, source in _origins(cluster)
     ]
     return "\n".join([*lines, *_aligned(constants, left=4)])
+
+
+def _cut_in_words(question: Question) -> str:
+    degree = question.tensor_parallel
+    return f", tensor parallel over {degree} ranks of a node" if degree > 1 else ""
+
+
+def _headers(terms: Sequence[str]) -> Cells:
+    place = _HEADERS.index("gather")
+    return (*_HEADERS[:place], *("tensor",) * ("tensor_parallel" in terms), *_HEADERS[place:])
 
 
 def _memory_from(question: Question) -> str:
@@ -108,6 +120,12 @@ def _short(variant: Variant) -> str:
 
 
 TERMS = ("compute", "exposed_gather", "exposed_reduce", "boundary", "update", "optimizer")
+CUT_TERMS = ("compute", "tensor_parallel", *TERMS[1:])
+
+
+def terms_of(rows: Sequence[Row]) -> tuple[str, ...]:
+    """The terms of a step, in the order of the table; tensor parallel's where there is any."""
+    return CUT_TERMS if any(row.time.tensor_parallel_s for row in rows) else TERMS
 
 
 def why(question: Question, row: Row, best: Row) -> str:
@@ -120,7 +138,8 @@ def why(question: Question, row: Row, best: Row) -> str:
         over = row.memory.total - question.cluster.memory_bytes
         return f"does not fit: {over / 1e9:.1f} GB too much"
     more = {
-        term: getattr(row.time, f"{term}_s") - getattr(best.time, f"{term}_s") for term in TERMS
+        term: getattr(row.time, f"{term}_s") - getattr(best.time, f"{term}_s")
+        for term in terms_of((row, best))
     }
     worst = max(more, key=lambda term: more[term])
     slower = row.step_s / best.step_s - 1
@@ -145,7 +164,7 @@ def _cells(row: Row, verdict: str) -> Cells:
         memory.buffers + memory.reserved,
         memory.total,
     )
-    terms = [getattr(time, f"{term}_s") for term in TERMS]
+    terms = [getattr(time, f"{term}_s") for term in terms_of((row,))]
     return (
         "plain FSDP" if variant.plain else str(variant.partition_size),
         _short(variant),
@@ -183,6 +202,7 @@ def as_json(question: Question, answer: Answer) -> dict[str, Any]:
         "ranks_per_node": cluster.ranks_per_node,
         "memory_from": "closed form" if question.tracer is None else "trace",
         "memory_bytes_of_a_rank": cluster.memory_bytes,
+        **({"tensor_parallel_size": question.tensor_parallel} if question.tensor_parallel > 1 else {}),
         "rows": [_row_json(question, row, answer) for row in answer.rows],
         "recommendation": {
             "variant": asdict(answer.best.variant),
@@ -203,7 +223,8 @@ def _row_json(question: Question, row: Row, answer: Answer) -> dict[str, Any]:
         "variant": asdict(row.variant),
         "num_micro_steps": row.num_micro_steps,
         "memory_bytes": asdict(row.memory) | {"total": row.memory.total},
-        "time": asdict(row.time) | {"step_s": row.step_s},
+        "time": {f"{term}_s": getattr(row.time, f"{term}_s") for term in terms_of((row,))}
+        | {"step_s": row.step_s},
         "inter_node_bytes": row.inter_node_bytes,
         "tokens_per_s": row.tokens_per_s,
         "mfu": row.mfu,

@@ -65,7 +65,7 @@ def parse_nodes(text: str) -> tuple[int, ...]:
 def scaling(question: Question, nodes: Sequence[int]) -> Scaling:
     """The question on each number of nodes, with as many sequences a rank."""
     each = question.sequences_of_a_rank
-    node = question.cluster.ranks_per_node
+    node = question.cluster.ranks_per_node // question.tensor_parallel
     answers: dict[int, Answer | None] = {}
     questions = [replace(question, num_nodes=n, global_batch=each * n * node) for n in nodes]
     for num_nodes, asked in zip(nodes, questions, strict=True):
@@ -97,7 +97,7 @@ def render_scaling(found: Scaling) -> str:
     lines = [
         f"{asked.model.model} {asked.model.flavor}, {asked.model.num_parameters:,} parameters, on "
         f"nodes of {found.ranks_per_node} {asked.cluster.gpu} ({asked.cluster.name}): {each} "
-        f"sequence{'s'[: each != 1]} of {asked.seq_len} tokens a GPU and step, as "
+        f"sequence{'s'[: each != 1]} of {asked.seq_len} tokens a {asked.reader} and step, as "
         f"{asked.global_batch} are on {asked.nodes_in_words} (--nodes)",
         "tokens/s of a GPU (share of the row's first), by number of nodes",
         "",

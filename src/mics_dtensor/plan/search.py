@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from mics_dtensor.errors import PlanError
-from mics_dtensor.layout import Layout, partition_sizes
+from mics_dtensor.layout import Layout
 from mics_dtensor.plan.cluster import UNCERTAINTY, Cluster
 from mics_dtensor.plan.memory import Holding, Memory, peak_memory
 from mics_dtensor.plan.overlap import Overlap
@@ -56,12 +56,11 @@ class Answer:
 
 def answer(question: Question) -> Answer:
     """The best variant of every partition size. Raises PlanError where none fits."""
-    shape, topology = shape_of(question.model), question.topology
+    shape = shape_of(question.model)
     rows = []
-    for size in partition_sizes(topology):
-        layout = Layout(topology=topology, partition_size=size)
+    for layout in question.layouts():
         rows.append(_best(question, shape, layout, list(variants_of(question, layout))))
-    world = Layout(topology=topology, partition_size=topology.world_size)
+    world = question.layout(question.num_data_ranks)
     rows.append(_best(question, shape, world, list(variants_of(question, world, plain=True))))
     fitting = sorted((row for row in rows if row.fits), key=lambda row: row.step_s)  # stable
     if not fitting:
@@ -123,14 +122,16 @@ def _units(question: Question, layout: Layout, variant: Variant) -> tuple[Unit, 
     return traffic_units(question.model, layout, policy)
 
 
-def _work(question: Question, shape: ModelShape, layout: Layout, variant: Variant) -> Work:
-    world = layout.topology.world_size
+def _work(question: Question, shape: ModelShape, variant: Variant) -> Work:
+    ranks = question.num_data_ranks
     return Work(
         shape=shape,
         seq_len=question.seq_len,
         micro_batch=variant.micro_batch,
         checkpointing=variant.checkpointing,
-        num_states_shards=world if variant.optimizer_over_replicas else None,
+        num_states_shards=ranks if variant.optimizer_over_replicas else None,
+        tensor_parallel=question.tensor_parallel,
+        num_loss_chunks=question.num_loss_chunks,
     )
 
 
@@ -144,7 +145,7 @@ def memory_of(question: Question, shape: ModelShape, layout: Layout, variant: Va
         hierarchical=variant.hierarchical,
         reserved_bytes=question.cluster.reserved_bytes,
     )
-    work = _work(question, shape, layout, variant)
+    work = _work(question, shape, variant)
     return peak_memory(_units(question, layout, variant), work, holding)
 
 
@@ -169,7 +170,7 @@ def _step(question: Question, shape: ModelShape, layout: Layout, variant: Varian
         two_hop=layout.num_replicas > 1,
         bucket_size_bytes=question.bucket_size_bytes,
     )
-    work = _work(question, shape, layout, variant)
+    work = _work(question, shape, variant)
     return _Step(units, step_traffic(units, options), work, question.overlap)
 
 
@@ -207,7 +208,7 @@ def corners(cluster: Cluster) -> list[Cluster]:
 
 def corner_steps_s(question: Question, variant: Variant) -> list[float]:
     """Seconds of a variant's step in every corner of its cluster, in the order of `corners`."""
-    layout = Layout(topology=question.topology, partition_size=variant.partition_size)
+    layout = question.layout(variant.partition_size)
     step = _step(question, shape_of(question.model), layout, variant)
     return [step.on(at).step_s for at in corners(question.cluster)]
 
@@ -241,11 +242,10 @@ def _why_nothing_fits(question: Question, rows: Sequence[Row]) -> str:
 
 def least_bytes(question: Question) -> int:
     """What a rank holds at least, over every partition size and variant, in closed form."""
-    shape, topology = shape_of(question.model), question.topology
-    layouts = (Layout(topology=topology, partition_size=p) for p in partition_sizes(topology))
+    shape = shape_of(question.model)
     return min(
         memory_of(question, shape, layout, variant).total
-        for layout in layouts
+        for layout in question.layouts()
         for variant in variants_of(question, layout)
     )
 

@@ -79,17 +79,18 @@ class ModelShape:
             case "early":
                 return self.block_flops(seq_len) - 2.0 * self.ffn * self.hidden
 
-    @property
-    def block_bytes(self) -> float:
+    def block_bytes(self, sequence_parts: int = 1) -> float:
         """Bytes that a block's forward moves for one token outside of products, in bf16 (F6).
 
         Two norms (read, write), two residual sums (two in, one out), the rotation of queries and
         keys (read, write), and the activation: gated silu (2) and product (3), else gelu (2).
+        Norms and sums of a rank are those of one of `sequence_parts` parts of the sequence.
         """
         rotated = self.attention_width + self.key_value_width
         normed = 2 * rotated * self.head_norms
         activated = (5 if self.gated else 2) * self.ffn
-        return 2.0 * (4 * self.hidden + 6 * self.hidden + 2 * rotated + normed + activated)
+        summed = (4 * self.hidden + 6 * self.hidden) / sequence_parts
+        return 2.0 * (summed + 2 * rotated + normed + activated)
 
     @property
     def head_bytes(self) -> float:
@@ -99,6 +100,16 @@ class ModelShape:
         is written in fp32 and cast back.
         """
         return self.vocab * (2.0 + (2 + 4) + 2 * 4 + 4 + (4 + 2))
+
+    @property
+    def cut_head_bytes(self) -> float:
+        """The same where the vocabulary is cut: torchtitan's own loss, operator by operator (F8).
+
+        Forward: logits in bf16, cast to fp32, their maximum, less it, exponential, sum, less its
+        logarithm. Backward: zeros, exponential, sum of both, times the loss's gradient, cast.
+        """
+        forward = 2.0 + (2 + 4) + 4 + (4 + 4) + (4 + 4) + 4 + (4 + 4)
+        return self.vocab * (forward + 4 + (4 + 4) + (8 + 4) + (4 + 4) + (4 + 2))
 
 
 def shape_of(preset: Preset) -> ModelShape:

@@ -12,6 +12,12 @@ from mics_dtensor.plan.cost import stage_s
 from mics_dtensor.plan.overlap import Overlap, gathered_again, matrices, message_s
 from mics_dtensor.plan.shape import Checkpointing, ModelShape
 from mics_dtensor.plan.stage import Stage
+from mics_dtensor.plan.tensor_parallel import (
+    messages_s,
+    part_of,
+    unit_messages,
+    width_of_products,
+)
 from mics_dtensor.plan.traffic import Traffic, Unit
 
 ADAMW_PASSES = 8
@@ -23,7 +29,9 @@ class Work:
     """What is trained in a step: `micro_batch` sequences of `seq_len` tokens a rank and micro-step.
 
     `num_states_shards` is over how many ranks the optimizer states of a parameter are cut, where
-    those are more than its shards: then the updated slices are gathered after the step.
+    those are more than its shards: then the updated slices are gathered after the step. Under
+    tensor parallel its `tensor_parallel` ranks have the same sequences. The loss is computed in
+    `num_loss_chunks` slices.
     """
 
     shape: ModelShape
@@ -31,6 +39,13 @@ class Work:
     micro_batch: int
     checkpointing: Checkpointing
     num_states_shards: int | None = None
+    tensor_parallel: int = 1
+    num_loss_chunks: int = 1
+
+    @property
+    def part(self) -> ModelShape:
+        """What of the shape one rank computes with."""
+        return part_of(self.shape, self.tensor_parallel)
 
     @property
     def tokens(self) -> int:
@@ -48,12 +63,14 @@ class StepTime:
     boundary_s: float
     update_s: float
     optimizer_s: float
+    tensor_parallel_s: float = 0.0
 
     @property
     def step_s(self) -> float:
         """All terms."""
         gathers = self.exposed_gather_s + self.exposed_reduce_s
-        return self.compute_s + gathers + self.boundary_s + self.update_s + self.optimizer_s
+        mine = self.compute_s + gathers + self.boundary_s + self.update_s + self.optimizer_s
+        return mine + self.tensor_parallel_s
 
 
 def step_time(
@@ -85,12 +102,16 @@ def step_time(
         boundary_s=boundary_s - hidden_boundary_s,
         update_s=update_s - hidden_update_s,
         optimizer_s=optimizer_s(units, work, cluster),
+        tensor_parallel_s=steps * sum(piece.count * piece.tensor_parallel_s for piece in pieces),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """`count` like units in a micro-step: their products, and their messages."""
+    """`count` like units in a micro-step: their products, and their messages.
+
+    `tensor_parallel_s` are those over its tensor-parallel group, which products wait for.
+    """
 
     count: int
     forward_s: float
@@ -98,6 +119,7 @@ class Piece:
     gather_s: float
     gather_again_s: float
     reduce_s: float
+    tensor_parallel_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -136,6 +158,7 @@ def _pieces(
                 gather_s=first,
                 gather_again_s=again + seconds.get("gather again", 0.0),
                 reduce_s=sum(s for name, s in seconds.items() if name in REDUCES),
+                tensor_parallel_s=tensor_parallel_s(unit, work, cluster),
             )
         )
     return pieces
@@ -153,21 +176,38 @@ def hop_stages(traffic: Traffic) -> list[Stage]:
 
 def unit_compute_s(unit: Unit, work: Work, cluster: Cluster) -> tuple[float, float]:
     """Seconds of one unit's forward and backward in a micro-step, without messages (T2)."""
-    shape, tokens = work.shape, work.tokens
-    flops_per_s = cluster.peak_flops_per_s * cluster.share_of_products(shape.hidden)
+    shape, tokens, degree = work.part, work.tokens, work.tensor_parallel
+    width = width_of_products(shape.hidden, degree)
+    flops_per_s = cluster.peak_flops_per_s * cluster.share_of_products(width)
     bytes_per_s = cluster.memory_bytes_per_s
     forward_s = backward_s = 0.0
     if unit.name.startswith("layers"):
         forward_s = shape.block_flops(work.seq_len) / flops_per_s
-        forward_s += shape.block_bytes / bytes_per_s
+        block_bytes = shape.block_bytes(degree)
+        forward_s += block_bytes / bytes_per_s
         again = shape.recomputed_flops(work.seq_len, work.checkpointing)
-        moved = {"none": 0.0, "2": 0.5}.get(work.checkpointing, 1.0) * shape.block_bytes
+        moved = {"none": 0.0, "2": 0.5}.get(work.checkpointing, 1.0) * block_bytes
         backward_s = 2 * forward_s + again / flops_per_s + moved / bytes_per_s
     if "lm_head" in unit.name:
         head_s = shape.head_flops / flops_per_s
-        forward_s += head_s + shape.head_bytes / 3 / bytes_per_s
-        backward_s += 2 * (head_s + shape.head_bytes / 3 / bytes_per_s)
+        head_bytes = shape.head_bytes if degree == 1 else shape.cut_head_bytes
+        forward_s += head_s + head_bytes / 3 / bytes_per_s
+        backward_s += 2 * (head_s + head_bytes / 3 / bytes_per_s)
     return tokens * forward_s, tokens * backward_s
+
+
+def tensor_parallel_s(unit: Unit, work: Work, cluster: Cluster) -> float:
+    """Seconds of one unit's messages inside its layers in a micro-step: nothing hides them (T9)."""
+    if work.tensor_parallel == 1:
+        return 0.0
+    messages = unit_messages(
+        unit,
+        work.shape,
+        tokens=work.tokens,
+        checkpointing=work.checkpointing,
+        num_loss_chunks=work.num_loss_chunks,
+    )
+    return messages_s(messages, work.tensor_parallel, cluster)
 
 
 def exposed_s(pieces: Sequence[Piece], overlap: Overlap) -> tuple[Exposed, Exposed]:

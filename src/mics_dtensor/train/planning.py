@@ -24,7 +24,6 @@ from mics_dtensor.train.values import shown
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 DEGREES = (
-    "parallelism.tensor_parallel_degree",
     "parallelism.pipeline_parallel_degree",
     "parallelism.context_parallel_degree",
     "parallelism.expert_parallel_degree",
@@ -34,6 +33,12 @@ PLANNED: Mapping[str, tuple[Any, ...]] = {
     "training.enable_cpu_offload": ("false", False),
     "model.converters": ("", ()),
     "optimizer.implementation": ("fused", "fused", "foreach", "for-loop"),
+}
+
+PLANNED_IN_TENSOR_PARALLEL: Mapping[str, tuple[Any, ...]] = {
+    "parallelism.enable_sequence_parallel": ("true", True),
+    "parallelism.enable_async_tensor_parallel": ("false", False),
+    "model.tp_gemm_backend": ("default", "default"),
 }
 """Keys whose other values would change memory or time: words for the command line, and values."""
 
@@ -59,10 +64,10 @@ def question(
     if config.model.n_layers is not None:
         model = model.with_layers(config.model.n_layers)
     training, mics = config.training, config.mics
-    world = num_nodes * cluster.ranks_per_node
+    degree = config.parallelism.tensor_parallel_degree
     batch = training.global_batch_size
     if batch < 0:
-        batch = training.local_batch_size * world
+        batch = training.local_batch_size * num_nodes * cluster.ranks_per_node // degree
     reduce = training.mixed_precision_reduce
     return Question(
         model=model,
@@ -81,7 +86,7 @@ def question(
         micro_batches=() if freedom.variants else (training.local_batch_size,),
         checkpointings=("none", "op", "full") if freedom.variants else (_checkpointing(config),),
         hierarchies=(True, False) if freedom.variants else (mics.hierarchical,),
-        node_local_backwards=((False, True) if freedom.variants else (mics.node_local_backward,)),
+        node_local_backwards=_node_local_backwards(config, freedom),
         optimizers_over_replicas=(
             (False, True) if freedom.optimizer_over_replicas else (mics.optimizer_over_replicas,)
         ),
@@ -89,7 +94,15 @@ def question(
         has_masters=mics.master_weights == "sharded",
         num_loss_chunks=num_loss_chunks(config),
         bucket_size_bytes=mics.bucket_size_bytes,
+        tensor_parallel=degree,
     )
+
+
+def _node_local_backwards(config: RunConfig, freedom: Freedom) -> tuple[bool, ...]:
+    """apply_mics refuses it for parameters that tensor parallel has cut."""
+    if not freedom.variants:
+        return (config.mics.node_local_backward,)
+    return (False,) if config.parallelism.tensor_parallel_degree > 1 else (False, True)
 
 
 def _refuse_unplanned(config: RunConfig) -> None:
@@ -97,11 +110,17 @@ def _refuse_unplanned(config: RunConfig) -> None:
     degrees = {name: value_at(config, name) for name in DEGREES}
     if found := [f"{name} = {degree}" for name, degree in degrees.items() if degree > 1]:
         raise PlanError(
-            f"{', '.join(found)}: the planner knows data parallelism alone so far, and would "
-            "answer for another run; write mics.partition_size yourself, the smallest that fits "
+            f"{', '.join(found)}: the planner knows data and tensor parallelism alone so far, and "
+            "would answer for another run; write mics.partition_size yourself, the smallest that fits "
             "(docs/choose_partition_size.md)"
         )
-    for name, (words, *planned) in PLANNED.items():
+    cut = config.parallelism.tensor_parallel_degree > 1
+    if cut and config.mics.node_local_backward:
+        raise PlanError(
+            "mics.node_local_backward = true needs plain parameters, which tensor parallel has not "
+            "(docs/parallelisms.md); delete the line"
+        )
+    for name, (words, *planned) in (PLANNED | (PLANNED_IN_TENSOR_PARALLEL if cut else {})).items():
         if (value := value_at(config, name)) not in planned:
             raise PlanError(
                 f"{name} = {shown(value)} is not planned yet, and the answer would be that for a "

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn import functional
 
 from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import Layout
@@ -37,8 +36,9 @@ from mics_dtensor.topology import Topology
 from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.key import replace_at
 from mics_dtensor.train.model import model_spec, use_attention_of_traces
+from mics_dtensor.train.traced_cut import cut, loss_of, plan_cut
 from mics_dtensor.upstream import local_of
-from mics_dtensor.upstream.tracing import fake_store
+from mics_dtensor.upstream.tracing import fake_store, forget_layouts
 
 SHARDS = 64
 """Of the traced model: so many that the loss, which no unit shows, is the peak where it matters."""
@@ -74,6 +74,7 @@ class Tracer:
                 seq_len=question.seq_len,
                 micro_batch=variant.micro_batch,
                 checkpointing=variant.checkpointing,
+                tensor_parallel=question.tensor_parallel,
             ),
             Holding(
                 param_itemsize=question.param_itemsize,
@@ -97,6 +98,8 @@ class Tracer:
             "param_itemsize": question.param_itemsize,
             "versions": [version("torch"), version("torchtitan")],
         }
+        if question.tensor_parallel > 1:
+            asked["tensor_parallel"] = question.tensor_parallel
         key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
         if key not in self._known:
             self._known[key] = self._read(key) or self._trace(question, variant, asked, key)
@@ -105,7 +108,7 @@ class Tracer:
     def _trace(
         self, question: Question, variant: Variant, asked: dict[str, Any], key: str
     ) -> Depths:
-        with fake_world(SHARDS):
+        with fake_world(SHARDS * question.tensor_parallel):
             traces = [
                 trace(self._config, question, variant, num_layers=depth)
                 for depth in asked["depths"]
@@ -169,35 +172,31 @@ def fake_world(world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        forget_layouts()
 
 
 def trace(config: RunConfig, question: Question, variant: Variant, *, num_layers: int) -> Trace:
     """The moments of a step of `num_layers` blocks, over all ranks of the fake world."""
-    policy = question.policy
+    policy, degree = question.policy, question.tensor_parallel
+    shards = dist.get_world_size() // degree
     model = sharded(
         config,
         num_layers=num_layers,
-        partition_size=dist.get_world_size(),
+        partition_size=shards,
         checkpointing=variant.checkpointing,
         policy=policy,
     )
     if question.param_itemsize == 2:
         model.to(torch.bfloat16)
-    shards = [local_of(parameter) for parameter in model.parameters()]
-    numel = sum(shard.numel() for shard in shards)
-
-    def loss_of(tokens: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        logits = model(tokens, place).flatten(0, 1).float()
-        return functional.cross_entropy(logits, tokens.flatten())
-
+    numel = sum(local_of(parameter).numel() for parameter in model.parameters())
     moments = traced_moments(
         model,
         lambda its: torch.optim.AdamW(its.parameters()),
-        loss_of,
+        loss_of(model, degree),
         [(variant.micro_batch, question.seq_len)] * 2,
         num_micro_steps=_micro_steps(question, variant),
     )
-    return Trace(num_layers, dist.get_world_size(), numel, moments)
+    return Trace(num_layers, shards, numel, moments)
 
 
 def sharded(
@@ -211,7 +210,8 @@ def sharded(
 ) -> nn.Module:
     """The model of torchtitan on meta, cut as its `parallelize` cuts, but one module a unit.
 
-    The rest of the world are replicas. `vocab` entries instead of the model's own, if given.
+    The rest of the world are replicas; tensor parallel is as the file says. `vocab` entries instead
+    of the model's own, if given.
     """
     spec = model_spec(replace_at(config, "model.n_layers", None))
     layers = spec.model.layers
@@ -222,12 +222,22 @@ def sharded(
         spec.model.tok_embeddings.num_embeddings = vocab
         spec.model.lm_head.out_features = vocab
     use_attention_of_traces(spec)
+    if (degree := config.parallelism.tensor_parallel_degree) > 1:
+        plan_cut(spec, degree)
     with torch.device("meta"):
         model: Any = spec.model.build()
+    copy_ = partition_size * degree
+    layout = Layout(
+        topology=Topology.uniform(world_size=dist.get_world_size(), ranks_per_node=copy_),
+        partition_size=partition_size,
+        tensor_parallel_size=degree,
+    )
+    mesh = init_mesh(layout, device_type="cpu")
+    if degree > 1:
+        cut(model, mesh)
+        mesh = mesh["replicate", "shard"]
     if checkpointing != "none":
         _checkpointing(checkpointing).build().apply(model)
-    topology = Topology.uniform(world_size=dist.get_world_size(), ranks_per_node=partition_size)
-    mesh = init_mesh(Layout(topology=topology, partition_size=partition_size), device_type="cpu")
     mixed = MixedPrecisionPolicy(DTYPES[policy.gather_itemsize], DTYPES[policy.reduce_itemsize])
     tied = getattr(model, "tok_embeddings", None) is not None and (
         model.tok_embeddings.weight is model.lm_head.weight

@@ -28,6 +28,17 @@ def fake_store() -> Any:
     return FakeStore()
 
 
+def forget_layouts() -> None:
+    """Empty DTensor's memory of how operators lay out results, which names groups by their world.
+
+    A mesh of the next world is equal to one of the last, and its results would be of groups that
+    are gone.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
 def memory_tracker(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """The FSDPMemTracker of torch, a context: it books every live storage under a kind."""
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
