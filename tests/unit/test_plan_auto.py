@@ -63,7 +63,8 @@ def test_explain_says_what_was_planned(capsys: pytest.CaptureFixture[str]) -> No
         (("--mics.ranks_per_node", "4"), 16, "p4de (p4de) has 8 ranks on a node, this run has 4"),
         (("--mics.cluster", "p44d"), 16, "choose from"),
         (("--optimizer.name", "DistMuon"), 16, "not planned yet"),
-        (("--parallelism.tensor_parallel_degree", "2"), 16, "data parallelism alone"),
+        (("--parallelism.context_parallel_degree", "2"), 16, "data and tensor parallelism alone"),
+        (("--parallelism.tensor_parallel_degree", "16"), 16, "must divide n_kv_heads (8)"),
         (("--model.flavor", "405B"), 16, "does not fit"),
     ],
 )

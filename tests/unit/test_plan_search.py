@@ -187,7 +187,7 @@ def test_as_written_keeps_the_variant(capsys: pytest.CaptureFixture[str]) -> Non
         (("--cluster", "p44d"), "choose from"),
         (("--nodes", "0"), "give 1 or more"),
         (("--ranks-per-node", "9"), "give 1 to 8"),
-        (("--parallelism.tensor_parallel_degree", "2"), "data parallelism alone"),
+        (("--parallelism.context_parallel_degree", "2"), "data and tensor parallelism alone"),
         (("--model.name", "qwen3", "--model.flavor", "30B-A3B"), "not yet for qwen3"),
         (("--training.global_batch_size", "33"), "multiple of 32"),
     ],

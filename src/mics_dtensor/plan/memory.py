@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mics_dtensor.plan.shape import ModelShape
 from mics_dtensor.plan.step import Work
 from mics_dtensor.plan.traffic import Unit
 

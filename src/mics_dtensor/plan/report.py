@@ -202,7 +202,11 @@ def as_json(question: Question, answer: Answer) -> dict[str, Any]:
         "ranks_per_node": cluster.ranks_per_node,
         "memory_from": "closed form" if question.tracer is None else "trace",
         "memory_bytes_of_a_rank": cluster.memory_bytes,
-        **({"tensor_parallel_size": question.tensor_parallel} if question.tensor_parallel > 1 else {}),
+        **(
+            {"tensor_parallel_size": question.tensor_parallel}
+            if question.tensor_parallel > 1
+            else {}
+        ),
         "rows": [_row_json(question, row, answer) for row in answer.rows],
         "recommendation": {
             "variant": asdict(answer.best.variant),

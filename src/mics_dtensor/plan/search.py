@@ -57,9 +57,10 @@ class Answer:
 def answer(question: Question) -> Answer:
     """The best variant of every partition size. Raises PlanError where none fits."""
     shape = shape_of(question.model)
-    rows = []
-    for layout in question.layouts():
-        rows.append(_best(question, shape, layout, list(variants_of(question, layout))))
+    rows = [
+        _best(question, shape, layout, list(variants_of(question, layout)))
+        for layout in question.layouts()
+    ]
     world = question.layout(question.num_data_ranks)
     rows.append(_best(question, shape, world, list(variants_of(question, world, plain=True))))
     fitting = sorted((row for row in rows if row.fits), key=lambda row: row.step_s)  # stable

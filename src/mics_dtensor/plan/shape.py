@@ -34,6 +34,16 @@ class ModelShape:
     """Queries and keys are normed head by head, as in qwen3."""
 
     @property
+    def num_heads(self) -> int:
+        """Of the queries."""
+        return self.attention_width // self.head_dim
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Of the keys (or values)."""
+        return self.key_value_width // self.head_dim
+
+    @property
     def product_params(self) -> int:
         """Elements of a block that take part in matrix products."""
         qkv = self.hidden * (self.attention_width + 2 * self.key_value_width)

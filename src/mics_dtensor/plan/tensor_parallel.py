@@ -52,9 +52,7 @@ def uneven_length(seq_len: int, unit: int, why: str) -> str | None:
 
 def part_of(shape: ModelShape, degree: int) -> ModelShape:
     """What one rank computes with: heads, feed-forward and vocabulary cut. Raises PlanError."""
-    heads, key_value_heads = (
-        width // shape.head_dim for width in (shape.attention_width, shape.key_value_width)
-    )
+    heads, key_value_heads = shape.num_heads, shape.num_key_value_heads
     why = uneven_heads(degree, num_heads=heads, num_key_value_heads=key_value_heads)
     if why is not None:
         raise PlanError(why)
@@ -68,7 +66,7 @@ def part_of(shape: ModelShape, degree: int) -> ModelShape:
 
 
 def width_of_products(hidden: int, degree: int) -> float:
-    """The width that counts for T6: one side of each product is h, the other h over t (T10)."""
+    """The width that counts for T6: one side of each product is h, the other h over t (F9)."""
     return 2 * hidden / (1 + degree)
 
 

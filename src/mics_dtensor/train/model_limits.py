@@ -17,6 +17,7 @@ from torchtitan.trainer import Trainer
 
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.layout import divisors
+from mics_dtensor.plan.tensor_parallel import uneven_heads, uneven_length
 from mics_dtensor.train import device_shim
 
 MASK_BLOCK = 128
@@ -27,6 +28,7 @@ def refuse_limits(config: Trainer.Config) -> None:
     """Raises ConfigError where the model of `config` cannot be cut, or computed, as it says."""
     _refuse_dtype(config)
     _refuse_lengths(config)
+    _refuse_heads(config)
     _refuse_experts(config)
     model = copy.deepcopy(config.model_spec.model)
     dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
@@ -60,12 +62,20 @@ def _refuse_lengths(config: Trainer.Config) -> None:
     if cp > 1 and any(True for _ in config.model_spec.model.traverse(FlexAttention.Config)):
         unit = max(unit, MASK_BLOCK * cp)
         why = f"context_parallel_degree {cp}, whose masks are made of blocks of {MASK_BLOCK} tokens"
-    if length % unit:
-        good = max(unit, length - length % unit)
-        raise ConfigError(
-            f"training.seq_len {length} is not a multiple of {unit}, as wanted by {why}; write "
-            f"seq_len = {good}"
-        )
+    if (uneven := uneven_length(length, unit, why)) is not None:
+        raise ConfigError(uneven)
+
+
+def _refuse_heads(config: Trainer.Config) -> None:
+    spec = config.model_spec
+    if (attention := getattr(spec.model, "first_attention", None)) is None:
+        return
+    heads = attention.n_heads
+    key_value_heads = getattr(attention, "n_kv_heads", None) or heads
+    degree = config.parallelism.tensor_parallel_degree
+    why = uneven_heads(degree, num_heads=heads, num_key_value_heads=key_value_heads)
+    if why is not None:
+        raise ConfigError(f"{spec.name} {spec.flavor}: {why}")
 
 
 def _refuse_experts(config: Trainer.Config) -> None:

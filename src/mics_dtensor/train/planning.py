@@ -10,12 +10,13 @@ from mics_dtensor.errors import ConfigError, PlanError
 from mics_dtensor.plan.cluster import Cluster, gpu_named
 from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.plan.overlap import PROFILES
-from mics_dtensor.plan.presets import preset
+from mics_dtensor.plan.presets import Preset, preset
 from mics_dtensor.plan.presets.units import Policy
 from mics_dtensor.plan.question import Question
 from mics_dtensor.plan.report import recommendation
 from mics_dtensor.plan.search import answer
-from mics_dtensor.plan.shape import Checkpointing
+from mics_dtensor.plan.shape import Checkpointing, shape_of
+from mics_dtensor.plan.tensor_parallel import uneven_heads, uneven_length
 from mics_dtensor.topology import Topology
 from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.key import value_at
@@ -65,6 +66,7 @@ def question(
         model = model.with_layers(config.model.n_layers)
     training, mics = config.training, config.mics
     degree = config.parallelism.tensor_parallel_degree
+    _refuse_uneven(config, model)
     batch = training.global_batch_size
     if batch < 0:
         batch = training.local_batch_size * num_nodes * cluster.ranks_per_node // degree
@@ -98,6 +100,22 @@ def question(
     )
 
 
+def _refuse_uneven(config: RunConfig, model: Preset) -> None:
+    """What tensor parallel cannot cut, in the words of the program (train/model_limits.py)."""
+    degrees, length = config.parallelism, config.training.seq_len
+    degree, cp = degrees.tensor_parallel_degree, degrees.context_parallel_degree
+    if degree == 1:
+        return
+    shape = shape_of(model)
+    heads, key_value_heads = shape.num_heads, shape.num_key_value_heads
+    uneven = uneven_heads(degree, num_heads=heads, num_key_value_heads=key_value_heads)
+    if uneven is not None:
+        raise PlanError(f"{model.model} {model.flavor}: {uneven}")
+    why = f"tensor_parallel_degree {degree} and context_parallel_degree {cp}"
+    if (uneven := uneven_length(length, degree, why)) is not None:
+        raise PlanError(uneven)
+
+
 def _node_local_backwards(config: RunConfig, freedom: Freedom) -> tuple[bool, ...]:
     """apply_mics refuses it for parameters that tensor parallel has cut."""
     if not freedom.variants:
@@ -111,8 +129,8 @@ def _refuse_unplanned(config: RunConfig) -> None:
     if found := [f"{name} = {degree}" for name, degree in degrees.items() if degree > 1]:
         raise PlanError(
             f"{', '.join(found)}: the planner knows data and tensor parallelism alone so far, and "
-            "would answer for another run; write mics.partition_size yourself, the smallest that fits "
-            "(docs/choose_partition_size.md)"
+            "would answer for another run; write mics.partition_size yourself, the smallest that "
+            "fits (docs/choose_partition_size.md)"
         )
     cut = config.parallelism.tensor_parallel_degree > 1
     if cut and config.mics.node_local_backward:
@@ -120,7 +138,8 @@ def _refuse_unplanned(config: RunConfig) -> None:
             "mics.node_local_backward = true needs plain parameters, which tensor parallel has not "
             "(docs/parallelisms.md); delete the line"
         )
-    for name, (words, *planned) in (PLANNED | (PLANNED_IN_TENSOR_PARALLEL if cut else {})).items():
+    refused = {**PLANNED, **PLANNED_IN_TENSOR_PARALLEL} if cut else PLANNED
+    for name, (words, *planned) in refused.items():
         if (value := value_at(config, name)) not in planned:
             raise PlanError(
                 f"{name} = {shown(value)} is not planned yet, and the answer would be that for a "

@@ -45,7 +45,7 @@ class CutDims:
 
 
 def plan_cut(spec: Any, degree: int) -> None:
-    """Fill the layouts of a ModelSpec as torchtitan's trainer does, in place; before it is built."""
+    """Fill the layouts of a ModelSpec as torchtitan's trainer does, in place, before its build."""
     set_spmd_backend(BACKEND)
     parallelism = ParallelismConfig(tensor_parallel_degree=degree, spmd_backend=BACKEND)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
@@ -64,6 +64,7 @@ def loss_of(model: nn.Module, degree: int) -> Callable[..., torch.Tensor]:
         return functional.cross_entropy(logits, tokens.flatten())
 
     def in_slices(tokens: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        return cross_entropy_loss(model(tokens, place), tokens)
+        loss: torch.Tensor = cross_entropy_loss(model(tokens, place), tokens)
+        return loss
 
     return plain if degree == 1 else in_slices

@@ -36,7 +36,7 @@ def forget_layouts() -> None:
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def memory_tracker(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
