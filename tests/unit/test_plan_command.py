@@ -149,7 +149,8 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     pytest.importorskip("tomlkit")
     question = SimpleNamespace(
         global_batch=16,
-        topology=SimpleNamespace(world_size=16),
+        num_data_ranks=16,
+        tensor_parallel=1,
         cluster=SimpleNamespace(ranks_per_node=8),
     )
     path = tmp_path / "run.toml"
@@ -176,12 +177,12 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ("[parallelism]\ntensor_parallel_degree = 2", "tensor_parallel_degree = 2: the planner"),
+        ("[parallelism]\ntensor_parallel_degree = 16", "must divide n_kv_heads (8)"),
         ("[parallelism]\ncontext_parallel_degree = 2", "context_parallel_degree = 2: the planner"),
         ("[parallelism]\nexpert_parallel_degree = 2", "expert_parallel_degree = 2: the planner"),
         (
-            "[parallelism]\ntensor_parallel_degree = 4\npipeline_parallel_degree = 2",
-            "parallelism.tensor_parallel_degree = 4, parallelism.pipeline_parallel_degree = 2: the",
+            "[parallelism]\ncontext_parallel_degree = 4\npipeline_parallel_degree = 2",
+            "parallelism.pipeline_parallel_degree = 2, parallelism.context_parallel_degree = 4: the",
         ),
         (
             "[optimizer]\nimplementation = 'fused_opt_states_bf16'",

@@ -7,8 +7,10 @@ import pytest
 from mics_dtensor.layout import Layout
 from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.plan.memory import CPU, Kernels, block_bytes_per_token
+from mics_dtensor.plan.overlap import PROFILES
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
+from mics_dtensor.plan.question import Question
 from mics_dtensor.plan.search import answer
 from mics_dtensor.plan.shape import ModelShape, shape_of
 from mics_dtensor.plan.step import Work, tensor_parallel_s, unit_compute_s

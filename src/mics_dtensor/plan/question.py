@@ -124,9 +124,9 @@ class Question:
         """In an optimizer step. Raises PlanError where the batch cannot be cut."""
         ranks = self.num_data_ranks
         if self.global_batch < 1 or self.global_batch % ranks:
-            its = "ranks" if self.tensor_parallel == 1 else "data-parallel ranks"
+            who = str(ranks) if self.tensor_parallel == 1 else f"{ranks} data-parallel"
             raise PlanError(
-                f"a batch of {self.global_batch} sequences cannot be shared by {ranks} {its}; give "
+                f"a batch of {self.global_batch} sequences cannot be shared by {who} ranks; give "
                 f"a multiple of {ranks} (training.global_batch_size), or other --nodes"
             )
         return self.global_batch // ranks
