@@ -182,7 +182,7 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
         ("[parallelism]\nexpert_parallel_degree = 2", "expert_parallel_degree = 2: the planner"),
         (
             "[parallelism]\ncontext_parallel_degree = 4\npipeline_parallel_degree = 2",
-            "parallelism.pipeline_parallel_degree = 2, parallelism.context_parallel_degree = 4: the",
+            "pipeline_parallel_degree = 2, parallelism.context_parallel_degree = 4: the planner",
         ),
         (
             "[optimizer]\nimplementation = 'fused_opt_states_bf16'",

@@ -107,6 +107,12 @@ def _refuse_uneven(config: RunConfig, model: Preset) -> None:
     if degree == 1:
         return
     shape = shape_of(model)
+    if shape.tied:
+        raise PlanError(
+            f"{model.model} {model.flavor} has one table for embedding and head, which torchtitan "
+            f"gathers and reduces twice under tensor_parallel_degree {degree}: not planned yet; "
+            "give 1, or a model with two tables"
+        )
     heads, key_value_heads = shape.num_heads, shape.num_key_value_heads
     uneven = uneven_heads(degree, num_heads=heads, num_key_value_heads=key_value_heads)
     if uneven is not None:
