@@ -48,6 +48,23 @@ def test_m8_the_trace_of_a_run_is_near_the_closed_form(
         planned(capsys, "--trace", "--trace-cache", str(tmp_path))
 
 
+@pytest.mark.parametrize("degree", ["2", "8"])
+def test_m8_under_tensor_parallel(
+    degree: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cut = ("--parallelism.tensor_parallel_degree", degree)
+    closed = planned(capsys, *cut)
+    traced = planned(capsys, *cut, "--trace", "--trace-cache", str(tmp_path))
+    assert (closed["memory_from"], traced["memory_from"]) == ("closed form", "trace")
+    for one, other in zip(closed["rows"], traced["rows"], strict=True):  # type: ignore[call-overload]
+        assert one["variant"] == other["variant"]
+        ours, true = one["memory_bytes"]["total"], other["memory_bytes"]["total"]
+        assert ours == pytest.approx(true, rel=0.03)
+        assert ours != true
+    planned(capsys, "--trace", "--trace-cache", str(tmp_path))  # another model: traced by itself
+    assert len(list(tmp_path.glob("*.json"))) == 2
+
+
 def test_a_world_that_runs_is_not_disturbed() -> None:
     with (
         tracing.fake_world(8),
