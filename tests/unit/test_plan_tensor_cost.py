@@ -6,7 +6,7 @@ import pytest
 
 from mics_dtensor.layout import Layout
 from mics_dtensor.plan.cluster_file import cluster
-from mics_dtensor.plan.memory import CPU, Kernels, block_bytes_per_token
+from mics_dtensor.plan.memory import CPU, Holding, Kernels, block_bytes_per_token, peak_memory
 from mics_dtensor.plan.overlap import PROFILES
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
@@ -115,6 +115,24 @@ def test_f9_products_are_cut_and_narrower() -> None:
     ]
     seconds = sum(unit_compute_s(head, works[1], quick))
     assert seconds == pytest.approx(4096 * 78 * 128256 / 4 / its.memory_bytes_per_s)  # F8
+
+
+def test_m4_the_slices_of_a_loss_are_of_the_whole_sequence() -> None:
+    """8,192 tokens of h 8192 without blocks to speak of: the loss is the peak."""
+    model = preset("llama3", "70B").with_layers(1)
+    units = traffic_units(model, layout(8, 1), Policy())
+    work = Work(
+        shape=shape_of(model),
+        seq_len=8192,
+        micro_batch=4,
+        checkpointing="none",
+        tensor_parallel=8,
+    )
+    one, two = (
+        peak_memory(units, work, Holding(num_loss_chunks=chunks)).activations for chunks in (1, 2)
+    )
+    logits = 16 * 128256 // 8 * 4 * 8192
+    assert one - two == logits - logits // 2 - 6 * 8192 * 4 * 8192
 
 
 def test_m2_a_norm_is_cut_and_what_it_returns_is_whole() -> None:

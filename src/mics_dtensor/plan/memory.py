@@ -218,6 +218,8 @@ def _in_the_head(
     norm = (_norm_bytes(work, kernels) + 2 * shape.hidden) * tokens
     # Twice in bf16, twice in fp32; where the vocabulary is cut, four times in fp32.
     logits = (12.0 if work.tensor_parallel == 1 else 16.0) * shape.vocab * tokens / chunks
+    if chunks > 1 and work.tensor_parallel > 1:  # copies of the slices, and their gradients in fp32
+        logits += 6 * shape.hidden * tokens
     gathered, gradient = head.gather_itemsize * head.numel, head.gather_itemsize * head.numel
     before = _held_before(units, holding)
     yield Moment(before, gathered + (gradient if chunks > 1 else 0.0), kept + norm + logits)
