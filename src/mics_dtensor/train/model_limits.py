@@ -67,12 +67,12 @@ def _refuse_lengths(config: Trainer.Config) -> None:
 
 
 def _refuse_heads(config: Trainer.Config) -> None:
-    spec = config.model_spec
-    if (attention := getattr(spec.model, "first_attention", None)) is None:
+    spec, degree = config.model_spec, config.parallelism.tensor_parallel_degree
+    attention = getattr(spec.model, "first_attention", None)
+    if degree == 1 or attention is None:
         return
     heads = attention.n_heads
     key_value_heads = getattr(attention, "n_kv_heads", None) or heads
-    degree = config.parallelism.tensor_parallel_degree
     why = uneven_heads(degree, num_heads=heads, num_key_value_heads=key_value_heads)
     if why is not None:
         raise ConfigError(f"{spec.name} {spec.flavor}: {why}")
