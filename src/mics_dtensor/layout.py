@@ -35,6 +35,11 @@ class GroupShape:
         """Ranks in one group."""
         return self.num_nodes * self.ranks_per_node
 
+    @property
+    def has_two_levels(self) -> bool:
+        """Several ranks in each of several nodes: what goes in two stages, if any does."""
+        return self.num_nodes > 1 and self.ranks_per_node > 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:

@@ -5,14 +5,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
 from mics_dtensor.cli import main
 from mics_dtensor.cli.write import chosen_values, write_choice
 from mics_dtensor.errors import PlanError
+from mics_dtensor.plan.cluster_file import cluster
+from mics_dtensor.plan.overlap import PROFILES
+from mics_dtensor.plan.presets import preset
+from mics_dtensor.plan.presets.units import Policy
 from mics_dtensor.plan.question import Question, Variant
 from mics_dtensor.plan.scaling import parse_nodes
 from mics_dtensor.train.load import load
@@ -147,11 +149,14 @@ overlap_update = true
 def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     """Over all ranks slices cut nothing; without them what goes with slices goes too."""
     pytest.importorskip("tomlkit")
-    question = SimpleNamespace(
+    question = Question(
+        model=preset("llama3", "8B"),
+        cluster=cluster("p4d"),
+        num_nodes=2,
+        seq_len=4096,
         global_batch=16,
-        num_data_ranks=16,
-        tensor_parallel=1,
-        cluster=SimpleNamespace(ranks_per_node=8),
+        policy=Policy(),
+        overlap=PROFILES["fsdp2"],
     )
     path = tmp_path / "run.toml"
     for size, cut in ((16, False), (8, False), (8, True)):
@@ -160,7 +165,7 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
         variant = Variant(
             partition_size=size, micro_batch=1, checkpointing="full", optimizer_over_replicas=cut
         )
-        write_choice(path, asked, chosen_values(cast("Question", question), variant))
+        write_choice(path, asked, chosen_values(question, variant))
         mics = load(["--config-file", str(path)]).config.mics
         kept = cut or size == 16
         assert mics.partition_size == size

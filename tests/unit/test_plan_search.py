@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mics_dtensor.cli import main
+from mics_dtensor.cli.write import chosen_values
 from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import Layout, partition_sizes
 from mics_dtensor.plan.cluster_file import cluster
@@ -18,7 +19,7 @@ from mics_dtensor.plan.memory import Holding, peak_memory
 from mics_dtensor.plan.overlap import PROFILES
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
-from mics_dtensor.plan.question import Question
+from mics_dtensor.plan.question import Question, variants_of
 from mics_dtensor.plan.search import RESOLUTION, answer, corner_steps_s
 from mics_dtensor.plan.shape import shape_of
 from mics_dtensor.plan.step import Work
@@ -75,6 +76,24 @@ def test_a_slow_network_wants_small_groups_and_a_free_one_does_not_care() -> Non
     assert one.hierarchical
     free = answer(question(cluster=cluster("p4de").scaled(between=1e6, inside=1e6)))
     assert free.ties  # nothing decides
+
+
+def test_replicas_of_one_node_sum_there_before_they_cross() -> None:
+    """Half a node a group: the hop's bytes out of the nodes are those of two stages, not a ring."""
+    for size, told, crossing in ((4, True, 4), (8, False, 4), (16, True, 2)):
+        asked = question(micro_batches=(1,))
+        variants = list(variants_of(asked, asked.layout(size)))
+        assert {its.hierarchical for its in variants} == ({True, False} if told else {False})
+        row = next(row for row in answer(asked).rows if row.variant.partition_size == size)
+        assert row.variant.hierarchical is told
+        if size < 16:  # gathers stay inside: 2 (n - 1) / n of every node's fp32 sums, n nodes
+            units = traffic_units(asked.model, asked.layout(size), asked.policy)
+            numel = sum(unit.count * unit.numel for unit in units)
+            least = 2 * (crossing - 1) * 4 * numel
+            assert least <= row.inter_node_bytes < 1.001 * least
+        written = chosen_values(asked, row.variant)
+        assert ("mics.hierarchical" in written) is told
+        assert ("mics.node_local_backward" in written) is (size > 8)
 
 
 def test_a_tie_is_what_some_corner_turns_round() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mics_dtensor.errors import ConfigError, PlanError
-from mics_dtensor.plan.question import Question, Variant
+from mics_dtensor.plan.question import Question, Variant, has_stages
 from mics_dtensor.train.config import RunConfig, config_keys
 from mics_dtensor.train.key import value_at
 from mics_dtensor.train.load import load
@@ -35,8 +35,10 @@ def chosen_values(question: Question, variant: Variant) -> dict[str, Any]:
         values["activation_checkpoint.selective_ac_option"] = variant.checkpointing
     else:
         values["activation_checkpoint.mode"] = variant.checkpointing
-    if variant.partition_size * question.tensor_parallel > question.cluster.ranks_per_node:
+    layout = question.layout(variant.partition_size)
+    if has_stages(layout):
         values["mics.hierarchical"] = variant.hierarchical
+    if layout.shard_shape.has_two_levels:
         values["mics.node_local_backward"] = variant.node_local_backward
     return values
 

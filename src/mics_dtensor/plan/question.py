@@ -132,6 +132,11 @@ class Question:
         return self.global_batch // ranks
 
 
+def has_stages(layout: Layout) -> bool:
+    """Whether `hierarchical` says something: of the gathers, or of the hop across replicas."""
+    return layout.shard_shape.has_two_levels or layout.replicate_shape.has_two_levels
+
+
 def variants_of(question: Question, layout: Layout, *, plain: bool = False) -> Iterator[Variant]:
     """What may be chosen at a partition size. Raises PlanError."""
     each = question.sequences_of_a_rank
@@ -141,12 +146,12 @@ def variants_of(question: Question, layout: Layout, *, plain: bool = False) -> I
             f"{wrong[0]} sequences in a micro-step do not divide the {each} that a rank has in a "
             f"step; choose from {divisors(each)}"
         )
-    spans = layout.nodes_per_partition_group > 1 and layout.shards_per_node > 1 and not plain
+    spans = layout.shard_shape.has_two_levels and not plain
     has_replicas = layout.num_replicas > 1
     for micro_batch, checkpointing, hierarchical, node_local, cut in product(
         micro_batches,
         question.checkpointings,
-        question.hierarchies if spans else (False,),
+        question.hierarchies if has_stages(layout) and not plain else (False,),
         question.node_local_backwards if spans else (False,),
         question.optimizers_over_replicas if has_replicas else (False,),
     ):

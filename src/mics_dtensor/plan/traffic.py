@@ -234,8 +234,8 @@ def _message_of(unit: Unit) -> tuple[object, ...]:
     return unit.replicate, unit.hop_itemsize, unit.update_itemsize is None
 
 
-def _is_hierarchical(shard: GroupShape, options: Options) -> bool:
-    return options.hierarchical and shard.num_nodes > 1 and shard.ranks_per_node > 1
+def _is_hierarchical(group: GroupShape, options: Options) -> bool:
+    return options.hierarchical and group.has_two_levels
 
 
 def _ring(
