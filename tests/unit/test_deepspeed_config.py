@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from mics_dtensor.cli import main
 from mics_dtensor.errors import ConfigError
+from mics_dtensor.train.config import config_keys
 from mics_dtensor.train.deepspeed_config import convert_config, read_deepspeed, row_of, rows
 from mics_dtensor.train.deepspeed_mapping import MAPPINGS
 from mics_dtensor.train.load import load
@@ -64,6 +65,7 @@ def test_a_mics_run() -> None:
         "mics.hierarchical": True,
         "activation_checkpoint.mode": "full",
         "metrics.log_freq": 20,
+        "checkpoint.last_save_model_only": False,
     }
 
 
@@ -80,6 +82,7 @@ def test_where_the_file_says_nothing_deepspeeds_defaults_hold() -> None:
         "lr_scheduler.warmup_steps": 0,
         "lr_scheduler.decay_ratio": 0.0,
         "mics.partition_size": 1,  # stage 0
+        "checkpoint.last_save_model_only": False,  # every checkpoint of DeepSpeed is whole
     }
     adam = values(optimizer={"type": "Adam"})
     assert adam["optimizer.name"] == "AdamW"  # adam_w_mode is true unless it is said
@@ -113,54 +116,8 @@ def test_stages_and_groups(zero: dict[str, Any], expected: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "world_size", "expected"),
-    [
-        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, None, (2, 64)),
-        ({"train_batch_size": 64}, 8, (8, 64)),
-        ({"train_batch_size": 64, "gradient_accumulation_steps": 4}, 8, (2, 64)),
-        (
-            {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4},
-            8,
-            (2, 64),
-        ),
-        ({"train_micro_batch_size_per_gpu": 2}, None, (2, -1)),
-        (
-            {
-                "train_batch_size": 64,
-                "train_micro_batch_size_per_gpu": 2,
-                "gradient_accumulation_steps": 4,
-            },
-            8,
-            (2, 64),
-        ),
-    ],
-)
-def test_batches(given: dict[str, Any], world_size: int | None, expected: tuple[int, int]) -> None:
-    found = convert_config(given, world_size=world_size).values
-    assert (found["training.local_batch_size"], found["training.global_batch_size"]) == expected
-
-
-@pytest.mark.parametrize(
     ("given", "world_size", "said"),
     [
-        ({"train_batch_size": 64}, None, "depends on the number of ranks; give --world-size"),
-        (
-            {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4},
-            None,
-            "the batch of a step depends on the number of ranks; give --world-size",
-        ),
-        (
-            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2},
-            7,
-            "must be micro-batch x accumulation x ranks, on 7 ranks",
-        ),
-        (
-            {"train_batch_size": 65, "train_micro_batch_size_per_gpu": 2},
-            None,
-            "must be micro-batch",
-        ),
-        ({"train_batch_size": 0}, None, "must be a whole number, 1 or more"),
-        ({"train_batch_size": "64"}, None, "DeepSpeed takes a number there"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, None, "are both true"),
         ({"zero_optimization": {"stage": 4}}, None, "DeepSpeed has 0, 1, 2 and 3"),
         ({"scheduler": {"type": "WarmupDecayLR"}}, None, "without total_num_steps"),
@@ -244,16 +201,17 @@ def test_no_key_is_dropped_in_silence(flat: dict[str, Any]) -> None:
 
 def test_each_row_says_one_thing() -> None:
     for key, row in rows().items():
-        assert set(row) <= {"by", "same", "needs", "lost"}, key
+        assert set(row) <= {"by", "ours", "auto", "same", "needs", "lost"}, key
         assert sum(name in row for name in ("by", "needs", "lost")) == 1, key
         assert row.get("by", "batch") in MAPPINGS
+        assert set(row.get("ours", ())) <= set(config_keys()), key
         assert all(row.get(name, "-") for name in ("needs", "lost")), key
 
 
 def test_every_mapped_key_is_read_by_its_function() -> None:
     source = "".join(
         (Path(__file__).parents[2] / "src/mics_dtensor/train" / name).read_text()
-        for name in ("deepspeed_mapping.py", "deepspeed_optimizer.py")
+        for name in ("deepspeed_batch.py", "deepspeed_mapping.py", "deepspeed_optimizer.py")
     )
     for key, row in rows().items():
         if "by" in row:

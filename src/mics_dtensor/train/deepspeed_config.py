@@ -71,6 +71,7 @@ def convert_config(given: Mapping[str, Any], *, world_size: int | None = None) -
     differs: dict[str, str] = {}
     needless: dict[str, str] = {}
     mapped: dict[str, Any] = {}
+    filled: list[str] = []  # by somebody else
     wanted = set(ALWAYS)
     for key, value in flat.items():
         row = row_of(key)
@@ -78,22 +79,25 @@ def convert_config(given: Mapping[str, Any], *, world_size: int | None = None) -
             near = difflib.get_close_matches(key, rows(), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             differs[_told(key, value)] = f"no key of DeepSpeed 0.16 to 0.19{hint}"
-        elif value == "auto":
-            differs[_told(key, value)] = "Hugging Face's Trainer fills it; write the value yourself"
         elif "by" in row:
-            mapped[key] = value
             wanted.add(row["by"])
+            if value == "auto":
+                filled.append(key)
+                needless |= {_told(key, value): row["auto"]} if "auto" in row else {}
+            else:
+                mapped[key] = value
         elif "needs" in row:
             needless[_told(key, value)] = row["needs"]
         elif value is None or value in row.get("same", ()):
             needless[_told(key, value)] = "it asks for what is done here"
         else:
             differs[_told(key, value)] = row["lost"]
-    auto = frozenset(key for key, value in flat.items() if value == "auto")
-    its = Sought(mapped, auto, world_size)
+    its = Sought(mapped, frozenset(filled), world_size)
     for name, function in MAPPINGS.items():
         if name in wanted:
             function(its)
+    differs |= {_told(key, "auto"): _to_be_written(key, its.values) for key in filled}
+    differs = {told: why for told, why in differs.items() if told not in needless}
     differs |= {_told(key, flat.get(key)): why for key, why in its.differs.items()}
     keys = config_keys()
     values = {name: converted(keys[name], value, "it") for name, value in its.values.items()}
@@ -139,6 +143,14 @@ def row_of(key: str) -> Mapping[str, Any] | None:
         if f"{table}.*" in rows():
             return rows()[f"{table}.*"]
     return rows().get(f"{key}.*")
+
+
+def _to_be_written(key: str, values: Mapping[str, Any]) -> str:
+    """Of a key that is "auto": which keys of ours wait for its value, and what they are now."""
+    if not (ours := (row_of(key) or {}).get("ours")):
+        return "Hugging Face's Trainer fills it; write the value yourself"
+    now = [f"{name} = {_toml(values.get(name, config_keys()[name].default))}" for name in ours]
+    return f"Hugging Face's Trainer fills it; until you write it, {' and '.join(now)}"
 
 
 def _flattened(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,64 +6,12 @@ import math
 from collections.abc import Callable, Mapping
 
 from mics_dtensor.errors import ConfigError
+from mics_dtensor.train.deepspeed_batch import batch
 from mics_dtensor.train.deepspeed_optimizer import optimizer, schedule
 from mics_dtensor.train.deepspeed_sought import Sought
 from mics_dtensor.train.values import shown
 
 ZERO = "zero_optimization"
-
-
-def batch(its: Sought) -> None:
-    """Of batch, micro-batch and accumulation two are enough, as DeepSpeed has it."""
-    total = its.number("train_batch_size")
-    micro = its.number("train_micro_batch_size_per_gpu")
-    steps = its.number("gradient_accumulation_steps")
-    world = its.world_size
-    given = {
-        "train_batch_size": total,
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": steps,
-    }
-    for key, value in given.items():
-        if value is not None and (value < 1 or value != int(value)):
-            raise ConfigError(f"{key} = {shown(value)}; it must be a whole number, 1 or more")
-    said = ", ".join(f"{key} = {value}" for key, value in given.items() if value is not None)
-    if its.auto & set(given):  # what is known of them; the rest is not reckoned
-        if micro is not None:
-            its.values["training.local_batch_size"] = int(micro)
-        if total is not None:
-            its.values["training.global_batch_size"] = int(total)
-        return
-    if total is None and micro is None:
-        if steps is not None:
-            its.differs["gradient_accumulation_steps"] = (
-                "without a batch size it says nothing; write training.local_batch_size and "
-                "training.global_batch_size"
-            )
-        return
-    if micro is None:
-        if world is None:
-            raise ConfigError(
-                f"{said}: the micro-batch depends on the number of ranks; give --world-size"
-            )
-        micro = total / ((steps or 1) * world)
-    if total is None and (steps or 1) > 1:
-        if world is None:
-            raise ConfigError(
-                f"{said}: the batch of a step depends on the number of ranks; give --world-size"
-            )
-        total = micro * steps * world
-    at_once = micro * (world or 1) * (steps or 1)
-    wrong = total is not None and bool(total % at_once)
-    if world is not None and steps is not None:
-        wrong = total != at_once
-    if micro != int(micro) or wrong:
-        raise ConfigError(
-            f"{said}: train_batch_size must be micro-batch x accumulation x ranks"
-            f"{'' if world is None else f', on {world} ranks'}; DeepSpeed refuses it too"
-        )
-    its.values["training.local_batch_size"] = int(micro)
-    its.values["training.global_batch_size"] = -1 if total is None else int(total)
 
 
 def clipping(its: Sought) -> None:
@@ -111,8 +59,9 @@ def partition(its: Sought) -> None:
     shards = its.number(f"{ZERO}.mics_shard_size", -1)
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"{ZERO}.stage = {shown(stage)}; DeepSpeed has 0, 1, 2 and 3")
-    if stage < 3:
-        its.values["mics.partition_size"] = 1
+    if stage < 3:  # those that share a sequence share its parameters too
+        shared = its.values.get("parallelism.context_parallel_degree", 1)
+        its.values["mics.partition_size"] = shared
     if stage in (1, 2):
         its.values["mics.optimizer_over_replicas"] = True
     if stage == 2:
@@ -191,6 +140,11 @@ def compilation(its: Sought) -> None:
         its.differs["compile.deepcompile"] = "torch.compile of every block, without its own passes"
 
 
+def saving(its: Sought) -> None:
+    """Every checkpoint of DeepSpeed can be resumed from; torchtitan's last one holds weights."""
+    its.values["checkpoint.last_save_model_only"] = False
+
+
 def printing(its: Sought) -> None:
     """How often a line, and the configuration at start."""
     if (every := its.number("steps_per_print")) is not None and 1 <= every < math.inf:
@@ -225,9 +179,10 @@ MAPPINGS: Mapping[str, Callable[[Sought], None]] = {
         tensor_parallel,
         checkpointing,
         compilation,
+        saving,
         printing,
         monitors,
     )
 }
-ALWAYS = ("batch", "clipping", "precision", "optimizer", "schedule", "partition")
+ALWAYS = ("batch", "clipping", "precision", "optimizer", "schedule", "partition", "saving")
 """What a file says even where it says nothing: DeepSpeed's defaults are not ours."""
