@@ -12,7 +12,9 @@ from mics_dtensor.train.degrees import resolve
 from mics_dtensor.train.load import load
 from mics_dtensor.train.planning import refuse_other_device
 
-FILE = str(Path(__file__).parents[2] / "train_configs" / "llama3_8b_2x8.toml")
+CONFIGS = Path(__file__).parents[2] / "train_configs"
+FILE = str(CONFIGS / "llama3_8b_2x8.toml")
+LARGE = str(CONFIGS / "llama3_70b_16x8.toml")
 CLUSTER = """
 schema = 1
 [cluster]
@@ -49,6 +51,38 @@ def test_it_is_the_planners_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"partition_size = {layout.partition_size} " in run.planned[0]
     again, _ = resolve(run, world_size=32, local_world_size=8)  # as the program does on each rank
     assert again.config == run.config
+
+
+def test_plain_fsdp_is_no_answer_for_a_run_in_two_stages(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On 64 nodes of p4d plain FSDP is the faster one: that is said, and not run under its number."""
+    asked = ("--config-file", LARGE, "--mics.partition_size", "auto", "--mics.cluster", "p4d")
+    run, layout = resolve(load(asked), world_size=512, local_world_size=8)
+    assert main(["plan", *asked, "--nodes", "64", "--as-written", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    best, plain = told["recommendation"], told["rows"][-1]
+    assert plain["variant"]["plain"]
+    assert plain["time"]["step_s"] < best["step_s"]
+    assert not best["variant"]["plain"]
+    assert best["variant"]["hierarchical"] is run.config.mics.hierarchical is True
+    assert best["variant"]["partition_size"] == layout.partition_size
+    assert best["margin"] >= 0
+    assert str(layout.partition_size) not in best["ties"]
+    assert plain["why"].startswith("tie: another run, ")
+    words = "\n".join(run.planned)
+    assert f"{best['step_s']:.3g} s a step" in words
+    assert "plain FSDP (hierarchical = false) would be another run, and take" in words
+    assert words.count("plain FSDP (hierarchical = false)") == 2  # there, and among the ties
+
+
+def test_a_run_that_may_be_plain_fsdp_is_told_so() -> None:
+    asked = ("--config-file", LARGE, "--mics.partition_size", "auto", "--mics.cluster", "dgx-h100")
+    flat = load([*asked, "--mics.hierarchical", "false"])
+    run, layout = resolve(flat, world_size=128, local_world_size=8)
+    assert layout.partition_size == 128
+    assert "partition_size = 128 (plain FSDP (hierarchical = false), micro-" in run.planned[0]
+    assert "plain FSDP" not in "".join(run.planned[1:])  # no tie of itself
 
 
 def test_explain_says_what_was_planned(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from mics_dtensor.plan.question import Question, Variant
-from mics_dtensor.plan.search import Answer, Row
+from mics_dtensor.plan.search import Answer, Row, are_one
 
 Cells = tuple[str, ...]
 
@@ -83,15 +83,26 @@ def _origins(cluster: Any) -> list[Cells]:
 
 def recommendation(answer: Answer) -> list[str]:
     """What to take, by how much, and whether that is decided."""
-    best = answer.best
+    best, plain = answer.best, answer.plain
     low, high = answer.interval_s
+    said = [describe(best.variant)]
+    if answer.is_plain_fsdp(best):
+        said.insert(0, _name_in_full(plain))
+    elif best.has_stages and not best.variant.hierarchical:
+        said.append("hierarchical = false")
     lines = [
-        f"take partition_size = {best.variant.partition_size} ({describe(best.variant)}): "
+        f"take partition_size = {best.variant.partition_size} ({', '.join(said)}): "
         f"{best.step_s:.3g} s a step ({low:.3g} to {high:.3g}), {best.tokens_per_s:,.0f} tokens/s; "
         f"the next takes {answer.margin:.1%} longer"
     ]
+    if plain.fits and plain.step_s < best.step_s:
+        lines.append(
+            f"{_name_in_full(plain)} would be another run, and take {plain.step_s:.3g} s, "
+            f"{1 - plain.step_s / best.step_s:.1%} less"
+        )
     if answer.ties:
-        names = ", ".join(_name(row.variant) for row in answer.ties)
+        named = [row for row in answer.ties if row.variant.plain or not answer.is_plain_fsdp(row)]
+        names = ", ".join(_name_in_full(row) for row in named)
         lines.append(
             f"tie: within what is not known of the links, {names} may be as fast; measure a step "
             "of each"
@@ -110,6 +121,11 @@ def describe(variant: Variant) -> str:
 
 def _name(variant: Variant) -> str:
     return "plain FSDP" if variant.plain else str(variant.partition_size)
+
+
+def _name_in_full(row: Row) -> str:
+    """With the key that makes plain FSDP of a partition group of all ranks."""
+    return _name(row.variant) + " (hierarchical = false)" * (row.variant.plain and row.has_stages)
 
 
 def _short(variant: Variant) -> str:
@@ -132,7 +148,7 @@ def why(question: Question, row: Row, best: Row) -> str:
     """Why a row is not the one to take: what does not fit, or the term that costs most."""
     if row is best:
         return "take this"
-    if replace(row.variant, plain=False) == replace(best.variant, plain=False):
+    if are_one(row, best):
         return "the same"
     if not row.fits:
         over = row.memory.total - question.cluster.memory_bytes
@@ -143,6 +159,8 @@ def why(question: Question, row: Row, best: Row) -> str:
     }
     worst = max(more, key=lambda term: more[term])
     slower = row.step_s / best.step_s - 1
+    if slower < 0:  # plain FSDP alone can be: see Answer
+        return f"another run, {-slower:.1%} less"
     if more[worst] <= 0:
         return f"+{slower:.1%}"
     return f"+{slower:.1%}, most of it {worst.replace('_', ' ')} (+{more[worst]:.3g} s)"

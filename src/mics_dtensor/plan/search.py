@@ -12,7 +12,7 @@ from mics_dtensor.plan.cluster import UNCERTAINTY, Cluster
 from mics_dtensor.plan.memory import Holding, Memory, peak_memory
 from mics_dtensor.plan.overlap import Overlap
 from mics_dtensor.plan.presets.units import traffic_units
-from mics_dtensor.plan.question import MAX_RANKS, Question, Variant, variants_of
+from mics_dtensor.plan.question import MAX_RANKS, Question, Variant, has_stages, variants_of
 from mics_dtensor.plan.shape import ModelShape, shape_of
 from mics_dtensor.plan.step import StepTime, Work, step_time
 from mics_dtensor.plan.traffic import Options, Traffic, Unit, step_traffic
@@ -34,6 +34,8 @@ class Row:
     mfu: float
     hfu: float
     fits: bool
+    has_stages: bool
+    """Whether `hierarchical` says something here."""
 
     @property
     def step_s(self) -> float:
@@ -43,7 +45,11 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One row a partition size, plain FSDP last; the best, and those that may be as good."""
+    """One row a partition size, plain FSDP last; the best, and those that may be as good.
+
+    The row of plain FSDP is there to compare with: where a run may be plain FSDP, the row of all
+    ranks is it too, and may be the best.
+    """
 
     rows: tuple[Row, ...]
     best: Row
@@ -52,6 +58,15 @@ class Answer:
     margin: float
     """How much longer the next partition size takes, as a share of the best step."""
     ties: tuple[Row, ...]
+
+    @property
+    def plain(self) -> Row:
+        """The row of plain FSDP."""
+        return self.rows[-1]
+
+    def is_plain_fsdp(self, row: Row) -> bool:
+        """Whether `row` is plain FSDP, by that name or as a partition group of all ranks."""
+        return are_one(row, self.plain)
 
 
 def answer(question: Question) -> Answer:
@@ -64,21 +79,22 @@ def answer(question: Question) -> Answer:
     world = question.layout(question.num_data_ranks)
     rows.append(_best(question, shape, world, list(variants_of(question, world, plain=True))))
     fitting = sorted((row for row in rows if row.fits), key=lambda row: row.step_s)  # stable
-    if not fitting:
+    choices = [row for row in fitting if not row.variant.plain]
+    if not choices:
         raise PlanError(_why_nothing_fits(question, rows))
-    best = fitting[0]
-    others = [row for row in fitting if not _are_one(row, best)]
+    best = choices[0]
+    others = [row for row in fitting if not are_one(row, best)]
     best_s = corner_steps_s(question, best.variant)
     return Answer(
         rows=tuple(rows),
         best=best,
         interval_s=(min(best_s), max(best_s)),
-        margin=others[0].step_s / best.step_s - 1 if others else 0.0,
+        margin=choices[1].step_s / best.step_s - 1 if choices[1:] else 0.0,
         ties=tuple(row for row in others if _may_be_faster(question, row, best_s)),
     )
 
 
-def _are_one(row: Row, other: Row) -> bool:
+def are_one(row: Row, other: Row) -> bool:
     """Over all ranks and in one ring, a partition group is plain FSDP."""
     return replace(row.variant, plain=False) == replace(other.variant, plain=False)
 
@@ -193,6 +209,7 @@ def _row(
         mfu=shape.model_flops(question.seq_len) / flops_per_s,
         hfu=shape.hardware_flops(question.seq_len, variant.checkpointing) / flops_per_s,
         fits=memory.total <= cluster.memory_bytes,
+        has_stages=has_stages(layout),
     )
 
 
@@ -221,10 +238,11 @@ def _may_be_faster(question: Question, row: Row, best_s: Sequence[float]) -> boo
 
 
 def _why_nothing_fits(question: Question, rows: Sequence[Row]) -> str:
-    least = min(rows, key=lambda row: row.memory.total)
+    least = min(rows[:-1], key=lambda row: row.memory.total)
     memory, of_gpu = least.memory, question.cluster.memory_bytes
     variant = least.variant
-    help_ = [f"{nodes} nodes hold it" for nodes in _nodes_that_hold(question)]
+    help_ = ["hierarchical = false (plain FSDP over all ranks fits)"] * rows[-1].fits
+    help_ += [f"{nodes} nodes hold it" for nodes in _nodes_that_hold(question)]
     states = memory.parameters + memory.gradients + memory.states
     if memory.activations > states:
         help_.append("full activation checkpointing, a smaller micro-batch or shorter sequences")
