@@ -56,7 +56,7 @@ def test_it_is_the_planners_answer(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plain_fsdp_is_no_answer_for_a_run_in_two_stages(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On 64 nodes of p4d plain FSDP is the faster one: that is said, and not run under its number."""
+    """On 64 nodes of p4d plain FSDP is faster: that is said, and not run under its number."""
     asked = ("--config-file", LARGE, "--mics.partition_size", "auto", "--mics.cluster", "p4d")
     run, layout = resolve(load(asked), world_size=512, local_world_size=8)
     assert main(["plan", *asked, "--nodes", "64", "--as-written", "--json"]) == 0
@@ -81,7 +81,7 @@ def test_a_run_that_may_be_plain_fsdp_is_told_so() -> None:
     flat = load([*asked, "--mics.hierarchical", "false"])
     run, layout = resolve(flat, world_size=128, local_world_size=8)
     assert layout.partition_size == 128
-    assert "partition_size = 128 (plain FSDP (hierarchical = false), micro-" in run.planned[0]
+    assert "partition_size = 128 (plain FSDP (hierarchical = false), 4 micro-" in run.planned[0]
     assert "plain FSDP" not in "".join(run.planned[1:])  # no tie of itself
 
 

@@ -44,10 +44,12 @@ def render(question: Question, answer: Answer) -> str:
     lines = [
         f"{question.model.model} {question.model.flavor}, {question.model.num_parameters:,} "
         f"parameters, on {question.nodes_in_words} of {cluster.ranks_per_node} {cluster.gpu} "
-        f"({cluster.name}): {question.global_batch} sequences of {question.seq_len} tokens a step"
-        f"{_cut_in_words(question)}",
+        f"({cluster.name}), {question.topology.world_size} ranks{_cut_in_words(question)}: "
+        f"{question.global_batch} sequences of {question.seq_len} tokens a step, "
+        f"{question.sequences_of_a_rank} a {question.reader}",
         f"Memory in GB of a GPU at the peak, {_memory_from(question)}; times in seconds of a step, "
-        "messages where nothing hides them.",
+        "messages where nothing hides them; b1 x 4: micro-batch 1, 4 micro-steps.",
+        *notes_in_words(question),
         "",
         *_aligned(rows),
         "",
@@ -59,6 +61,11 @@ def render(question: Question, answer: Answer) -> str:
         (f"  {n}", value, origin, source) for n, value, origin, source in _origins(cluster)
     ]
     return "\n".join([*lines, *_aligned(constants, left=4)])
+
+
+def notes_in_words(question: Question) -> list[str]:
+    """One line each."""
+    return [f"note: {note}" for note in question.notes]
 
 
 def _cut_in_words(question: Question) -> str:
@@ -85,7 +92,8 @@ def recommendation(answer: Answer) -> list[str]:
     """What to take, by how much, and whether that is decided."""
     best, plain = answer.best, answer.plain
     low, high = answer.interval_s
-    said = [describe(best.variant)]
+    steps = f"{best.num_micro_steps} micro-step{'s'[: best.num_micro_steps != 1]}"
+    said = [steps, describe(best.variant)]
     if answer.is_plain_fsdp(best):
         said.insert(0, _name_in_full(plain))
     elif best.has_stages and not best.variant.hierarchical:
@@ -128,8 +136,9 @@ def _name_in_full(row: Row) -> str:
     return _name(row.variant) + " (hierarchical = false)" * (row.variant.plain and row.has_stages)
 
 
-def _short(variant: Variant) -> str:
-    marks = [f"b{variant.micro_batch}", variant.checkpointing]
+def _short(row: Row) -> str:
+    variant = row.variant
+    marks = [f"b{variant.micro_batch} x {row.num_micro_steps}", variant.checkpointing]
     marks += ["hier"] * variant.hierarchical + ["local-bwd"] * variant.node_local_backward
     marks += ["opt/R"] * variant.optimizer_over_replicas
     return " ".join(marks)
@@ -185,7 +194,7 @@ def _cells(row: Row, verdict: str) -> Cells:
     terms = [getattr(time, f"{term}_s") for term in terms_of((row,))]
     return (
         "plain FSDP" if variant.plain else str(variant.partition_size),
-        _short(variant),
+        _short(row),
         *(f"{kind / 1e9:.1f}" for kind in kinds),
         *(f"{term:.3g}" for term in (*terms, time.step_s)),
         f"{row.tokens_per_s:,.0f}",
@@ -218,6 +227,9 @@ def as_json(question: Question, answer: Answer) -> dict[str, Any]:
         "cluster": cluster.name,
         "num_nodes": question.num_nodes,
         "ranks_per_node": cluster.ranks_per_node,
+        "global_batch_size": question.global_batch,
+        "seq_len": question.seq_len,
+        "notes": list(question.notes),
         "memory_from": "closed form" if question.tracer is None else "trace",
         "memory_bytes_of_a_rank": cluster.memory_bytes,
         **(

@@ -8,6 +8,7 @@ from typing import Any
 
 from mics_dtensor.errors import PlanError
 from mics_dtensor.plan.question import Question
+from mics_dtensor.plan.report import notes_in_words
 from mics_dtensor.plan.search import Answer, Row, answer
 
 
@@ -99,6 +100,7 @@ def render_scaling(found: Scaling) -> str:
         f"nodes of {found.ranks_per_node} {asked.cluster.gpu} ({asked.cluster.name}): {each} "
         f"sequence{'s'[: each != 1]} of {asked.seq_len} tokens a {asked.reader} and step, as "
         f"{asked.global_batch} are on {asked.nodes_in_words} (--nodes)",
+        *notes_in_words(asked),
         "tokens/s of a GPU (share of the row's first), by number of nodes",
         "",
     ]
@@ -126,6 +128,7 @@ def scaling_json(found: Scaling) -> dict[str, Any]:
         "model": f"{found.question.model.model} {found.question.model.flavor}",
         "cluster": found.question.cluster.name,
         "sequences_of_a_rank": found.question.sequences_of_a_rank,
+        "notes": list(found.question.notes),
         "num_nodes": found.nodes,
         "ranks_per_node": found.ranks_per_node,
         "tokens_per_s_of_a_gpu": {

@@ -13,7 +13,7 @@ from mics_dtensor.plan.overlap import PROFILES
 from mics_dtensor.plan.presets import Preset, preset
 from mics_dtensor.plan.presets.units import Policy
 from mics_dtensor.plan.question import Question
-from mics_dtensor.plan.report import recommendation
+from mics_dtensor.plan.report import notes_in_words, recommendation
 from mics_dtensor.plan.search import answer
 from mics_dtensor.plan.shape import Checkpointing, shape_of
 from mics_dtensor.plan.tensor_parallel import uneven_heads, uneven_length
@@ -97,6 +97,22 @@ def question(
         num_loss_chunks=num_loss_chunks(config),
         bucket_size_bytes=mics.bucket_size_bytes,
         tensor_parallel=degree,
+        notes=_notes(config),
+    )
+
+
+LATER = {
+    "mics.overlap_boundary": "the column boundary is what it costs at most",
+    "mics.overlap_update": "the column update is what it costs at most",
+}
+"""Keys that hide messages which the planner does not hide."""
+
+
+def _notes(config: RunConfig) -> tuple[str, ...]:
+    return tuple(
+        f"{name} = true is planned as if false: {most}"
+        for name, most in LATER.items()
+        if value_at(config, name)
     )
 
 
@@ -200,6 +216,8 @@ def recommended_partition_size(
             f"the cluster {its.name} ({config.mics.cluster}) has {its.ranks_per_node} ranks on a "
             f"node, this run has {topology.ranks_per_node}; give the cluster that it runs on"
         )
-    found = answer(question(config, its, topology.num_nodes, Freedom(variants=False)))
-    words = recommendation(found)
-    return found.best.variant.partition_size, (f"planned on {its.name}: {words[0]}", *words[1:])
+    asked = question(config, its, topology.num_nodes, Freedom(variants=False))
+    found = answer(asked)
+    first, *rest = recommendation(found)
+    words = (f"planned on {its.name}: {first}", *rest, *notes_in_words(asked))
+    return found.best.variant.partition_size, words

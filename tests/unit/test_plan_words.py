@@ -1,0 +1,67 @@
+"""What `mics plan` says beside its numbers: the question, notes, what would help, whence."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mics_dtensor.cli import main
+
+CONFIGS = Path(__file__).parents[2] / "train_configs"
+FILE = CONFIGS / "llama3_8b_2x8.toml"
+LARGE = CONFIGS / "llama3_70b_16x8.toml"
+ON = ("--cluster", "p4de", "--training.global_batch_size", "64", "--as-written")
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str, file: Path = FILE) -> str:
+    assert main(["plan", "--config-file", str(file), *ON, *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_batch_the_ranks_and_the_micro_steps_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = planned(capsys, "--nodes", "2")
+    assert "(p4de), 16 ranks: 64 sequences of 8192 tokens a step, 4 a GPU" in told
+    assert "  b1 x 4 op" in told
+    assert " (4 micro-steps, micro-batch 1, " in told
+    read = json.loads(planned(capsys, "--nodes", "2", "--json"))
+    assert (read["global_batch_size"], read["seq_len"], read["notes"]) == (64, 8192, [])
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        (("--mics.overlap_boundary", "true"), "boundary"),
+        (("--mics.optimizer_over_replicas", "true", "--mics.overlap_update", "true"), "update"),
+    ],
+)
+def test_what_is_planned_as_if_off_is_noted(
+    more: tuple[str, ...], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note = f"mics.overlap_{name} = true is planned as if false: the column {name} is what it costs"
+    for how in (("--nodes", "2"), ("--scale", "1,2")):
+        assert f"note: {note} at most\n" in planned(capsys, *how, *more)
+        assert "note: " not in planned(capsys, *how)
+        assert json.loads(planned(capsys, *how, *more, "--json"))["notes"] == [f"{note} at most"]
+    auto = ("--mics.partition_size", "auto", "--mics.cluster", "p4de", *more)
+    assert main(["explain", str(FILE), "--world-size", "16", *auto]) == 0
+    assert f"note: {note}" in capsys.readouterr().out
+
+
+def test_the_readme_says_what_its_two_commands_do(capsys: pytest.CaptureFixture[str]) -> None:
+    """Section "Which partition size"."""
+    answers = []
+    for file in (LARGE, FILE):
+        ask = ("--nodes", "64", "--training.global_batch_size", "4096", "--json")
+        assert main(["plan", "--config-file", str(file), "--cluster", "p4de", *ask]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    found = []
+    for answer in answers:
+        best = answer["recommendation"]["variant"]
+        row = next(row for row in answer["rows"] if row["variant"] == best)
+        found.append((best["partition_size"], row["num_micro_steps"]))
+    assert found == [(256, 2), (8, 8)]
+    ties = [set(answer["recommendation"]["ties"]) for answer in answers]
+    assert ties[0] == {"128", "64", "512", "plain FSDP"}  # 512 is plain FSDP here
+    assert "plain FSDP" not in ties[1]
