@@ -19,3 +19,8 @@ def test_every_key_has_a_row() -> None:
         table, _, last = name.rpartition(".")
         section = reference().split(f"## `[{table}]`", 1)[1].split("\n## ", 1)[0]
         assert f"| `{last}` |" in section
+
+
+def test_types_are_told_in_words() -> None:
+    assert "| `module_fqns_per_model_part` | a list of lists of strings |" in reference()
+    assert "| `steps` | a whole number (1 or more), in steps |" in reference()

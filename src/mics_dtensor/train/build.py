@@ -216,8 +216,6 @@ def _validator(config: RunConfig) -> Any:
     from mics_dtensor.train.validation import OwnSizeValidator
 
     written = config.validation
-    if written.steps != -1 and written.steps < 1:
-        raise ConfigError(f"validation.steps = {written.steps}; write -1 for all, or 1 or more")
     for name in ("dataset", "dataset_path", "dataloader"):
         config = replace_at(config, f"training.{name}", getattr(written, name))
     return OwnSizeValidator.Config(

@@ -15,6 +15,7 @@ from typing import Any
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.plan.cluster import presets
 from mics_dtensor.train.arguments import read_arguments
+from mics_dtensor.train.bounds import refuse_numbers
 from mics_dtensor.train.config import RunConfig, config_keys
 from mics_dtensor.train.data import PYTHON_DOCS, PYTHON_DOCS_VALIDATION
 from mics_dtensor.train.key import replace_at, value_at
@@ -134,10 +135,10 @@ def _refuse_what_cannot_be(config: RunConfig, origin: Mapping[str, str]) -> None
         by_reason.setdefault(row.refuse or "", []).append(given)
     if by_reason:
         raise ConfigError("; ".join(f"{', '.join(g)}: {why}" for why, g in by_reason.items()))
-    _refuse_numbers(config)
+    _refuse_pairs(config)
 
 
-def _refuse_numbers(config: RunConfig) -> None:
+def _refuse_pairs(config: RunConfig) -> None:
     mics, training = config.mics, config.training
     if mics.partition_size == "auto" and mics.cluster is None:
         raise ConfigError(
@@ -149,25 +150,8 @@ def _refuse_numbers(config: RunConfig) -> None:
             f'mics.partition_size = "{mics.partition_size}"; write "node", "auto" or a number of '
             "ranks"
         )
+    refuse_numbers(config)
     parallelism, validation = config.parallelism, config.validation
-    positive = {
-        "parallelism.pipeline_parallel_degree": parallelism.pipeline_parallel_degree,
-        "parallelism.context_parallel_degree": parallelism.context_parallel_degree,
-        "parallelism.tensor_parallel_degree": parallelism.tensor_parallel_degree,
-        "parallelism.expert_parallel_degree": parallelism.expert_parallel_degree,
-        "mics.partition_size": mics.partition_size,
-        "mics.ranks_per_node": mics.ranks_per_node,
-        "mics.bucket_size_bytes": mics.bucket_size_bytes,
-        "training.local_batch_size": training.local_batch_size,
-        "training.seq_len": training.seq_len,
-        "training.steps": training.steps,
-        "loss.num_chunks": config.loss.num_chunks,
-        "model.n_layers": config.model.n_layers,
-        "metrics.log_freq": config.metrics.log_freq,
-    }
-    for name, value in positive.items():
-        if isinstance(value, int) and value < 1:
-            raise ConfigError(f"{name} = {value}; it must be 1 or more")
     if mics.node_local_backward and not mics.hierarchical:
         raise ConfigError(
             "mics.node_local_backward = true is a part of the hierarchy, which mics.hierarchical = "
@@ -179,11 +163,6 @@ def _refuse_numbers(config: RunConfig) -> None:
         raise ConfigError(
             "mics.overlap_update = true is about the slices of the optimizer, and there are none: "
             "write mics.optimizer_over_replicas = true too, or delete the line"
-        )
-    if mics.check_replicas_every < 0:
-        raise ConfigError(
-            f"mics.check_replicas_every = {mics.check_replicas_every}; write the number of steps, "
-            "or 0 for never"
         )
     chunks = config.loss.num_chunks
     part = training.seq_len // parallelism.context_parallel_degree

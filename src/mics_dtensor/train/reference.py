@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mics_dtensor.train.bounds import BOUNDS
 from mics_dtensor.train.config import config_keys
 from mics_dtensor.train.key import Key
 from mics_dtensor.train.rows import Row, rows
@@ -12,7 +13,8 @@ HEAD = """\
 
 Every key of a run's TOML file, and of the command line (`--section.key value`). Command line >
 file > default. An unknown key or table is refused with the nearest known name. Defaults are
-torchtitan 0.2.2's, also where 0.3.0 changed them.
+torchtitan 0.2.2's, also where 0.3.0 changed them. A number outside of the bounds that stand beside
+its type is refused.
 
 *In 0.3* says what becomes of the key: the place of its value in torchtitan 0.3.0's
 `Trainer.Config`; *no effect* (accepted, and listed at start if the file sets it); or *refused*
@@ -37,7 +39,8 @@ def reference() -> str:
 
 
 def _type(key: Key) -> str:
-    return f"{described(key.type)}{f', in {key.unit}' if key.unit else ''}"
+    bound = f" ({BOUNDS[key.name].words})" if key.name in BOUNDS else ""
+    return f"{described(key.type)}{bound}{f', in {key.unit}' if key.unit else ''}"
 
 
 def _fate(name: str) -> str:

@@ -51,7 +51,8 @@ def described(kind: Any) -> str:
         if get_origin(each) is Literal:
             told.append("one of " + ", ".join(shown(choice) for choice in get_args(each)))
         elif get_origin(each) is tuple:
-            told.append("a list of " + described(get_args(each)[0]).removeprefix("a ") + "s")
+            word, of, inner = described(get_args(each)[0]).removeprefix("a ").partition(" of ")
+            told.append(f"a list of {word}s{of}{inner}")
         elif get_origin(each) is dict:
             told.append("a table")
         else:
