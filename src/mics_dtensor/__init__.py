@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mics_dtensor.explanation import explain
     from mics_dtensor.layout import Layout
     from mics_dtensor.mesh import init_mesh
-    from mics_dtensor.replicas import synchronize_replicas
+    from mics_dtensor.replicas import check_replicas, synchronize_replicas
     from mics_dtensor.sharded_states import ReplicaShardedOptimizer
     from mics_dtensor.topology import Topology
 
@@ -29,6 +29,7 @@ __all__ = [  # noqa: RUF022  in reading order, not the alphabet's
     "init_mesh",
     "apply_mics",
     "synchronize_replicas",
+    "check_replicas",
     "gradient_accumulation",
     "clip_grad_norm_",
     "explain",
@@ -46,6 +47,7 @@ _HOME = {
     "init_mesh": "mesh",
     "apply_mics": "apply",
     "synchronize_replicas": "replicas",
+    "check_replicas": "replicas",
     "gradient_accumulation": "accumulate",
     "clip_grad_norm_": "clip",
     "explain": "explanation",

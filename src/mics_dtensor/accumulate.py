@@ -59,13 +59,14 @@ def gradient_accumulation(
     Sums over micro-steps are fp32 either way: in `.grad`, or, for bf16 parameters, in one fp32
     shard more per rank. `bucket_size_bytes`: smaller units share a message; 1 MiB if not given.
     `overlap_boundary`: messages leave during the last backward. `static_gradients`: `.grad` is
-    never bound anew, for CUDA graphs; gradients at entry are zero after an exception, not restored.
+    never bound anew, for CUDA graphs; after an exception gradients are zero, not restored.
 
-    Gradients found at entry count as synchronised, and are added to. set_requires_all_reduce has no
-    say inside. Collective: every rank that holds the model calls it. Raises AccumulationError for
+    Gradients that are there when the first micro-step begins count as synchronised, and are added
+    to: zero_grad() belongs before it, or behind the context. set_requires_all_reduce has no say
+    inside. Collective: every rank that holds the model calls it. Raises AccumulationError for
     micro-steps that do not add up, for what would corrupt a sum (hooks, a deferral of FSDP2's), and
     for an optimizer step or `clip_grad_norm_` before the last micro-step has ended;
-    CommunicationError where a message fails. After any exception `.grad` is what it was at entry,
+    CommunicationError where a message fails. After any exception `.grad` is what it was before,
     and the next step starts clean.
     """
     parts = [model] if isinstance(model, nn.Module) else list(model)
@@ -149,11 +150,10 @@ class Accumulation:
             self._second_hop()
 
     def enter(self, stack: ExitStack) -> None:
-        """Exchange the meshes, set gradients aside, place the hooks; all is undone by `stack`."""
+        """Exchange the meshes, place the hooks; all is undone by `stack`."""
         stack.callback(self._exchange.close)
         self._exchange.enter_context(first_hop_only(self._units))
         self._exchange.enter_context(whole_units(self._units, self._boundary.foresee))
-        self._boundary.set_aside()
         for gradient in self._boundary:
             remove = gradient.param.on_arrival(partial(self._boundary.arrive, gradient))
             self._exchange.callback(remove)
@@ -177,7 +177,7 @@ class Accumulation:
         )
 
     def fail(self) -> None:
-        """Forget the step: gradients as at entry, FSDP2 ready for a forward. Safe to call twice.
+        """Forget the step: gradients as before it, FSDP2 ready for a forward. Safe to call twice.
 
         Gradients that are synchronised already stay: what failed after them is not ours.
         """
@@ -275,10 +275,10 @@ def _refuse(
     static: bool,
 ) -> None:
     """Refuse at entry, with nothing changed, what would lose or corrupt a sum."""
-    if num_micro_steps is not None and num_micro_steps < 1:
+    if num_micro_steps is not None and (type(num_micro_steps) is not int or num_micro_steps < 1):
         raise AccumulationError(
-            f"num_micro_steps is {num_micro_steps}; give at least 1, or None where the number is "
-            "not known beforehand"
+            f"num_micro_steps is {num_micro_steps!r}; give a whole number, 1 or more, or None "
+            "where it is not known beforehand"
         )
     if not units:
         raise AccumulationError(

@@ -51,13 +51,17 @@ class Boundary:
         self.buckets = self._fill(bucket_size_bytes)
         self.left: dict[Gradient, bool] = {}  # by gradients of launched buckets: was it there
         self.may_leave = False  # early, and in the last micro-step
+        self._is_set_aside = False
 
     def __iter__(self) -> Iterator[Gradient]:
         for gradients in self.gradients.values():
             yield from gradients
 
     def set_aside(self) -> None:
-        """At entry: gradients that are there count as already reduced."""
+        """Once, before anything arrives: gradients that are there count as already reduced."""
+        if self._is_set_aside:
+            return
+        self._is_set_aside = True
         for bucket in self.buckets:
             num_replicas = 1 if bucket.group is None else bucket.group.size()
             for gradient in bucket.gradients:
@@ -65,12 +69,14 @@ class Boundary:
 
     def begin_micro_step(self, *, last: bool) -> None:
         """Count arrivals anew; in the last micro-step buckets may leave early."""
+        self.set_aside()
         for gradient in self:
             gradient.expected, gradient.arrivals = max(1, gradient.arrivals), 0
         self.may_leave = self.early and last
 
     def foresee(self, unit: Unit) -> None:
         """FSDP2 is about to reduce the gradients of `unit`, or to find that it has none."""
+        self.set_aside()  # a backward outside of any micro-step
         for gradient in self.gradients[unit]:
             gradient.foresee(counts_unused=unit.reduces_unused_parameters)
 
@@ -130,7 +136,7 @@ class Boundary:
                     bucket.work.wait()
                 except RuntimeError as error:  # the first error is the one to raise
                     logger.warning("abandoned second hop of %s: %s", bucket.names, error)
-        for gradient in self:
+        for gradient in self if self._is_set_aside else ():
             gradient.abandon()
 
     def _next_bucket(self) -> Bucket | None:

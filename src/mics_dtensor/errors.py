@@ -32,7 +32,7 @@ class CheckpointError(MicsError, ValueError):
 
 
 class AccumulationError(MicsError, RuntimeError):
-    """Micro-steps or gradients do not add up; the sharded gradients are as they were at entry."""
+    """Micro-steps or gradients do not add up; the sharded gradients are as they were before."""
 
 
 class CommunicationError(MicsError, RuntimeError):

@@ -25,7 +25,7 @@ class Gradient:
     static: bool = False
     slice: Slice | None = None  # where this replica gets only its own part of the sum
     total: torch.Tensor | None = None  # fp32; one shard more in memory
-    aside: DTensor | None = None  # found at entry: already reduced, added at the end
+    aside: DTensor | None = None  # found before: already reduced, added at the end
     arrivals: int = 0  # in this micro-step; every backward that reduces is one
     expected: int = 1  # those of the micro-step before
     is_used: bool = False  # on this rank, since it was last taken; else what arrives is filler
@@ -42,7 +42,7 @@ class Gradient:
         return self.is_used
 
     def set_aside(self, *, static_scale: float) -> None:
-        """At entry: what is there counts as already reduced, and is not to be reduced again."""
+        """What is there before the first micro-step counts as reduced, and is not reduced again."""
         parameter = self.param.parameter
         if self.static and parameter.grad is not None:
             local_of(parameter.grad).mul_(static_scale)  # the hop will undo it
@@ -105,7 +105,7 @@ class Gradient:
             self.param.parameter.grad, self.aside = self.aside, None
 
     def abandon(self) -> None:
-        """After an exception: the step is lost; `.grad` is what it was at entry (static: zero)."""
+        """After an exception: the step is lost; `.grad` is what it was before (static: zero)."""
         self.total, self.is_used, self.is_filler = None, False, False
         if self.static and self.param.parameter.grad is not None:
             local_of(self.param.parameter.grad).zero_()

@@ -19,22 +19,17 @@ from torch import nn
 from mics_dtensor.errors import CheckpointError, ConfigError
 from mics_dtensor.masters import place_state_hooks
 from mics_dtensor.mesh import hop_stages_of
+from mics_dtensor.optimizer_arguments import Groups, groups_of, refuse_class, sharded_parts
 from mics_dtensor.slots import UnitSlots
 from mics_dtensor.upstream import (
-    Unit,
     add_hook,
     full_state_is_asked,
     narrow_parameters,
     run_load_hooks,
     set_post_optim_event,
-    units_of,
 )
 
-ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "DistMuon")
-
 MasterWeights = Literal["fp32", "sharded"]
-Groups = list[dict[str, Any]]
 
 
 class ReplicaShardedOptimizer(torch.optim.Optimizer):
@@ -82,12 +77,12 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
         overlap_update: bool = False,
         **defaults: Any,
     ) -> None:
-        _refuse_class(optimizer_cls, elementwise)
+        refuse_class(optimizer_cls, elementwise)
         self.skip_nonfinite, self.skipped = skip_nonfinite, False
         self.overlap_update = overlap_update
-        parts = [model] if isinstance(model, nn.Module) else list(model)
-        self._parts, units = parts, units_of(parts)
-        groups = _groups(units, param_groups)
+        parts, units = sharded_parts(model)
+        self._parts = parts
+        groups = groups_of(units, param_groups)
         chosen = {id(parameter) for group in groups for parameter in group["params"]}
         if master_weights not in ("fp32", "sharded"):
             raise ConfigError(f'master_weights is {master_weights!r}; give "fp32" or "sharded"')
@@ -250,32 +245,6 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
                         f"a parameter of shape {tuple(parameter.shape)} is in no FSDP unit of the "
                         "model, or is frozen: give it to an optimizer of its own"
                     )
-
-
-def _groups(units: list[Unit], given: Iterable[dict[str, Any]] | None) -> Groups:
-    """The groups as torch's optimizers hold them, parameters in lists."""
-    if given is None:
-        trained = [p.parameter for u in units for p in u.params if p.parameter.requires_grad]
-        return [{"params": trained}]
-    groups = []
-    for group in given:
-        its = group["params"]
-        groups.append({**group, "params": [its] if isinstance(its, torch.Tensor) else list(its)})
-    return groups
-
-
-def _refuse_class(optimizer_cls: type[torch.optim.Optimizer], elementwise: bool | None) -> None:
-    name = optimizer_cls.__name__
-    if name in NOT_ELEMENTWISE:
-        raise ConfigError(
-            f"{name} looks at more than one element at a time, so a slice of its states means "
-            "nothing: use Adam, AdamW or SGD, or a plain optimizer"
-        )
-    if elementwise is False or (elementwise is None and optimizer_cls not in ELEMENTWISE):
-        raise ConfigError(
-            f"{name} is not known to treat every element alone; use Adam, AdamW or SGD, or say "
-            "elementwise=True if it does"
-        )
 
 
 def _narrow(parts: list[nn.Module], units: list[UnitSlots]) -> None:

@@ -20,7 +20,7 @@ ORDER = (
     ("bucket",),
     ("boundary", "audit"),
     ("accumulate", "apply", "replicas"),
-    ("clip", "explanation", "masters", "measure"),
+    ("clip", "explanation", "masters", "measure", "optimizer_arguments"),
     ("sharded_states",),
     ("checkpoint",),
     ("train", "integrations"),

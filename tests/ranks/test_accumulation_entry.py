@@ -65,6 +65,29 @@ def test_zero_grad_clears_everything() -> None:
         model.zero_grad()
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@ranks(4)
+def test_zero_grad_may_stand_inside_before_the_first_micro_step(
+    dtype: torch.dtype, to_none: bool
+) -> None:
+    """1.4: where a loop has it in front of its micro-steps. Nothing of the step before is left."""
+    for options in (*WAYS, {"static_gradients": True}):
+        if options.get("static_gradients") and dtype != torch.float32:
+            continue
+        model = toy().to(dtype)
+        for value in (100, 8, 16):
+            with gradient_accumulation(model, num_micro_steps=2, **options) as accumulation:
+                model.zero_grad(set_to_none=to_none)
+                for _ in range(2):
+                    with accumulation.micro_step():
+                        model(use(value)).backward()
+            expect(model, 2 * (value + 12))
+        with pytest.raises(KeyError), gradient_accumulation(model, num_micro_steps=1):
+            raise KeyError("before anything")
+        expect(model, 2 * (16 + 12))
+
+
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_gradients_at_entry_are_added_exactly(num_replicas: int) -> None:
     """1.12: mean and sum; what was there counts as synchronised, and is not averaged again."""
@@ -226,7 +249,8 @@ def test_what_would_corrupt_a_sum_is_refused_at_entry() -> None:
         with pytest.raises(AccumulationError, match=match):
             opened.__enter__()
 
-    refused("give at least 1", num_micro_steps=0)
+    for number in (0, 2.5, True, "2"):
+        refused("give a whole number, 1 or more", num_micro_steps=number)
     refused("no FSDP units", target=torch.nn.Linear(2, 2))
     refused("choose one", overlap_boundary=True, static_gradients=True)
     unit = model.units["u"]

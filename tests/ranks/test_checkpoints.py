@@ -288,18 +288,50 @@ def test_another_model_is_refused_with_names(tmp_path: Path) -> None:
     wider, wider_optimizer = made(2, 2, last=19)
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     for other, its, words in (
-        (wider, wider_optimizer, r"layers.1.weight \[17, 9\], not \[19, 9\]"),
+        (wider, wider_optimizer, r"another model: .*layers.1.weight \[17, 9\], not \[19, 9\]"),
         (
             longer,
             None,
-            r"it lacks layers.10.bias, .* and 10 more; it also has one, seen; of another",
+            r"another model: it lacks layers.10.bias, .* and 10 more; it also has one, seen; of an",
         ),
-        (model, sgd, r"it also has optimizer.state.layers.0.bias.exp_avg, .* and 5 more"),
+        (
+            model,
+            sgd,
+            r"another optimizer, .*: it also has optimizer.state.layers.0.bias.exp_avg, .* and 5 "
+            r"more; its weights can be loaded alone",
+        ),
     ):
         before = values(other)
-        with pytest.raises(CheckpointError, match=f"step-1 is of another model: .*{words}"):
+        with pytest.raises(CheckpointError, match=f"step-1 is of {words}"):
             Checkpoints(tmp_path, model=other, optimizer=its).load(1)
         assert same(values(other), before)
+
+
+@ranks(2, timeout_s=110)
+def test_another_optimizer_or_extra_is_called_that_and_the_weights_load(tmp_path: Path) -> None:
+    model, optimizer = made(1, 2)
+    Checkpoints(tmp_path, model=model, optimizer=optimizer).save(1)
+    first = next(model.parameters()).requires_grad_(False)
+    fewer = torch.optim.AdamW([p for p in model.parameters() if p is not first])
+    with pytest.raises(CheckpointError, match=r"of one that trains other parameters: it also has "):
+        Checkpoints(tmp_path, model=model, optimizer=fewer).load(1)
+    with pytest.raises(CheckpointError, match=r"other things in `extra`: it lacks extra\.zz"):
+        Checkpoints(
+            tmp_path, model=model, optimizer=optimizer, extra={"zz": Refusing(saves=True)}
+        ).load(1)
+    saved = values(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    Checkpoints(tmp_path, model=model).load(1)
+    assert same(values(model), saved)
+
+    early = Layers()
+    before = torch.optim.AdamW(early.parameters())
+    its = Checkpoints(tmp_path / "other", model=shard(early, mesh_of(1, 2)), optimizer=before)
+    with pytest.raises(CheckpointError, match=r"holds \d+ parameters that are not the model's"):
+        its.save(1)
+    assert not (tmp_path / "other").exists()
 
 
 class Refusing:

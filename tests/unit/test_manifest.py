@@ -83,8 +83,9 @@ def test_a_path_that_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / ".metadata").touch()
     for name, words in {
-        "nowhere": "does not exist; name the folder of a checkpoint",
+        "nowhere": "does not exist; name the folder of a checkpoint, such as step-7 beside it",
         "file": "is a file; name",
+        "none/step-1": r"does not exist; name the folder of a checkpoint, such as \.\.\./step-100",
         ".": "holds checkpoints and is none itself; name one of them: step-7",
         "other": "either it was never completed, or another program wrote it",
     }.items():

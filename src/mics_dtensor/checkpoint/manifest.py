@@ -153,7 +153,9 @@ def not_a_checkpoint(folder: Path) -> str:
     """The sentence for a path at which no checkpoint of ours is."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
-        return f"{folder} {what}; name the folder of a checkpoint, such as .../step-100"
+        others = ", ".join(path.name for path in step_folders(folder.parent)[-5:])
+        such = f"such as {others} beside it" if others else "such as .../step-100"
+        return f"{folder} {what}; name the folder of a checkpoint, {such}"
     if found := [path.name for path in step_folders(folder)]:
         return (
             f"{folder} holds checkpoints and is none itself; name one of them: "

@@ -37,8 +37,9 @@ class MatchedPlanner(DefaultLoadPlanner):
         """On every rank; all have the same names."""
         saved = shapes_of(cast("Metadata", self.metadata))
         wanted = {name: shape_of(value) for name, value in self.state_dict.items()}
-        if words := difference(saved, wanted):
-            raise CheckpointError(f"{self._path} is of another model: {words}")
+        if found := differing(saved, wanted):
+            whose, way = whose_else(name for names in found.values() for name in names)
+            raise CheckpointError(f"{self._path} is of {whose}: {in_words(found)}{way}")
         if kept := [name for name in wanted if name not in saved]:
             logger.warning("%s does not hold %s: they stay as they are", self._path, named(kept))
         return super().create_local_plan()
@@ -59,6 +60,31 @@ def shape_of(value: Any) -> Shape:
 
 def difference(saved: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> str:
     """What keeps the saved values from being the wanted ones; "" where nothing does. Pure."""
+    return in_words(differing(saved, wanted))
+
+
+def in_words(found: Mapping[str, list[str]]) -> str:
+    """Of what `differing` has found, the first ten names of each."""
+    return "; ".join(f"{what} {named(names)}" for what, names in found.items())
+
+
+def whose_else(names: Iterable[str]) -> tuple[str, str]:
+    """Whose a checkpoint is that differs in these names, and what of it can be loaded."""
+    kinds = {kind_of(name) for name in names}
+    if "" in kinds:
+        return "another model", ""
+    if "optimizer" in kinds:
+        return "another optimizer, or of one that trains other parameters", (
+            "; its weights can be loaded alone: Checkpoints without an optimizer, or in the "
+            "program checkpoint.initial_load_path with initial_load_model_only = true"
+        )
+    return "a run with other things in `extra`", (
+        "; load it with those that it has, and give the others to a new Checkpoints"
+    )
+
+
+def differing(saved: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[str, list[str]]:
+    """By what is wrong with them, the names of values that keep one from being the other. Pure."""
     minded = {kind_of(name) for name in wanted}  # the others are not asked for
     lacking = [name for name in wanted if name not in saved and not may_be_lacking(name)]
     extra = [
@@ -76,7 +102,7 @@ def difference(saved: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> str:
         "it also has": extra,
         "of another shape are": reshaped,
     }
-    return "; ".join(f"{what} {named(names)}" for what, names in said.items() if names)
+    return {what: names for what, names in said.items() if names}
 
 
 def kind_of(name: str) -> str:

@@ -49,6 +49,14 @@ class States:
         return state
 
     def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
+        own = set(map(id, self.model.parameters()))
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if others := [p for p in held if id(p) not in own]:
+            raise CheckpointError(
+                f"the optimizer holds {len(others)} parameters that are not the model's (the first "
+                f"of shape {list(others[0].shape)}): make it after fully_shard, of "
+                "model.parameters()"
+            )
         is_new = not optimizer.state
         state: State = get_optimizer_state_dict(self.model, optimizer, options=FLAT)
         if is_new:  # torch has made the states by a step of zeros, which must not count as one
