@@ -65,3 +65,56 @@ def test_the_readme_says_what_its_two_commands_do(capsys: pytest.CaptureFixture[
     ties = [set(answer["recommendation"]["ties"]) for answer in answers]
     assert ties[0] == {"128", "64", "512", "plain FSDP"}  # 512 is plain FSDP here
     assert "plain FSDP" not in ties[1]
+
+
+TEN = ("--cluster", "p4d", "--nodes", "10", "--training.global_batch_size", "320")
+WRITTEN = ("--cluster", "p4d", "--nodes", "12", "--training.global_batch_size", "384")
+LONG = ("--cluster", "p4d", "--nodes", "16", "--training.seq_len", "1000000")
+BATCH_OF_4 = (*WRITTEN, "--as-written", "--training.local_batch_size", "4")
+AS_MANY = "with as many sequences a rank (global_batch_size 352)"
+MORE_NODES = ("--nodes", "11", "--training.global_batch_size", "352")
+
+
+@pytest.mark.parametrize(
+    ("asked", "helps"),
+    [
+        (
+            TEN,
+            {
+                f"11 nodes hold it, {AS_MANY}": MORE_NODES,
+                "sequences of 4,096 tokens": ("--training.seq_len", "4096"),
+            },
+        ),
+        (LONG, {"sequences of 8,192 tokens": ("--training.seq_len", "8192")}),
+        (
+            BATCH_OF_4,
+            {
+                "a micro-batch of 1": ("--training.local_batch_size", "1"),
+                "sequences of 2,048 tokens": ("--training.seq_len", "2048"),
+            },
+        ),
+        (
+            (*WRITTEN, "--as-written", "--activation_checkpoint.mode", "none"),
+            {"full activation checkpointing": ("--activation_checkpoint.mode", "full")},
+        ),
+        (
+            (*BATCH_OF_4, "--activation_checkpoint.mode", "none"),
+            {
+                "a micro-batch of 1 with full activation checkpointing": (
+                    "--training.local_batch_size=1",
+                    "--activation_checkpoint.mode=full",
+                ),
+            },
+        ),
+    ],
+)
+def test_what_would_help_does_and_nothing_else_is_named(
+    asked: tuple[str, ...], helps: dict[str, tuple[str, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask = ["plan", "--config-file", str(LARGE), *asked]
+    assert main(ask) == 2
+    said = capsys.readouterr().err
+    assert said.partition("what would help: ")[2].strip() == "; ".join(helps)
+    for help_ in helps.values():
+        assert main([*ask, *help_]) == 0, help_
+        capsys.readouterr()

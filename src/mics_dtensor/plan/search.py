@@ -9,10 +9,11 @@ from itertools import product
 from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import Layout
 from mics_dtensor.plan.cluster import UNCERTAINTY, Cluster
-from mics_dtensor.plan.memory import Holding, Memory, peak_memory
+from mics_dtensor.plan.held import memory_of, units_of, work_of
+from mics_dtensor.plan.memory import Memory
+from mics_dtensor.plan.misfit import why_nothing_fits
 from mics_dtensor.plan.overlap import Overlap
-from mics_dtensor.plan.presets.units import traffic_units
-from mics_dtensor.plan.question import MAX_RANKS, Question, Variant, has_stages, variants_of
+from mics_dtensor.plan.question import Question, Variant, has_stages, variants_of
 from mics_dtensor.plan.shape import ModelShape, shape_of
 from mics_dtensor.plan.step import StepTime, Work, step_time
 from mics_dtensor.plan.traffic import Options, Traffic, Unit, step_traffic
@@ -81,7 +82,9 @@ def answer(question: Question) -> Answer:
     fitting = sorted((row for row in rows if row.fits), key=lambda row: row.step_s)  # stable
     choices = [row for row in fitting if not row.variant.plain]
     if not choices:
-        raise PlanError(_why_nothing_fits(question, rows))
+        least = min(rows[:-1], key=lambda row: row.memory.total)
+        why = why_nothing_fits(question, least.variant, least.memory, plain_fits=rows[-1].fits)
+        raise PlanError(why)
     best = choices[0]
     others = [row for row in fitting if not are_one(row, best)]
     best_s = corner_steps_s(question, best.variant)
@@ -128,44 +131,6 @@ def _traced(question: Question, layout: Layout, row: Row) -> Row:
     return replace(row, memory=memory, fits=memory.total <= question.cluster.memory_bytes)
 
 
-def _units(question: Question, layout: Layout, variant: Variant) -> tuple[Unit, ...]:
-    policy = replace(
-        question.policy,
-        node_local_backward=variant.node_local_backward,
-        update_itemsize=question.shard_itemsize(variant)
-        if variant.optimizer_over_replicas
-        else None,
-    )
-    return traffic_units(question.model, layout, policy)
-
-
-def _work(question: Question, shape: ModelShape, variant: Variant) -> Work:
-    ranks = question.num_data_ranks
-    return Work(
-        shape=shape,
-        seq_len=question.seq_len,
-        micro_batch=variant.micro_batch,
-        checkpointing=variant.checkpointing,
-        num_states_shards=ranks if variant.optimizer_over_replicas else None,
-        tensor_parallel=question.tensor_parallel,
-        num_loss_chunks=question.num_loss_chunks,
-    )
-
-
-def memory_of(question: Question, shape: ModelShape, layout: Layout, variant: Variant) -> Memory:
-    """What a rank holds at its peak, in closed form."""
-    holding = Holding(
-        param_itemsize=question.shard_itemsize(variant),
-        has_masters=question.has_masters and variant.optimizer_over_replicas,
-        num_loss_chunks=question.num_loss_chunks,
-        num_micro_steps=question.sequences_of_a_rank // variant.micro_batch,
-        hierarchical=variant.hierarchical,
-        reserved_bytes=question.cluster.reserved_bytes,
-    )
-    work = _work(question, shape, variant)
-    return peak_memory(_units(question, layout, variant), work, holding)
-
-
 @dataclass(frozen=True)
 class _Step:
     """A variant as the cost model takes it; its cluster may vary."""
@@ -180,14 +145,14 @@ class _Step:
 
 
 def _step(question: Question, shape: ModelShape, layout: Layout, variant: Variant) -> _Step:
-    units = _units(question, layout, variant)
+    units = units_of(question, layout, variant)
     options = Options(
         num_micro_steps=question.sequences_of_a_rank // variant.micro_batch,
         hierarchical=variant.hierarchical,
         two_hop=layout.num_replicas > 1,
         bucket_size_bytes=question.bucket_size_bytes,
     )
-    work = _work(question, shape, variant)
+    work = work_of(question, shape, variant)
     return _Step(units, step_traffic(units, options), work, question.overlap)
 
 
@@ -235,47 +200,3 @@ def _may_be_faster(question: Question, row: Row, best_s: Sequence[float]) -> boo
     """Whether some corner leaves `row` at most RESOLUTION behind the best: nothing decides (U2)."""
     theirs = corner_steps_s(question, row.variant)
     return any(its <= ours * (1 + RESOLUTION) for its, ours in zip(theirs, best_s, strict=True))
-
-
-def _why_nothing_fits(question: Question, rows: Sequence[Row]) -> str:
-    least = min(rows[:-1], key=lambda row: row.memory.total)
-    memory, of_gpu = least.memory, question.cluster.memory_bytes
-    variant = least.variant
-    help_ = ["hierarchical = false (plain FSDP over all ranks fits)"] * rows[-1].fits
-    help_ += [f"{nodes} nodes hold it" for nodes in _nodes_that_hold(question)]
-    states = memory.parameters + memory.gradients + memory.states
-    if memory.activations > states:
-        help_.append("full activation checkpointing, a smaller micro-batch or shorter sequences")
-    cut = replace(question, optimizers_over_replicas=(True,))
-    if least_bytes(cut) <= of_gpu:
-        help_.append("optimizer states over the replicas (--optimizer-over-replicas)")
-    return (
-        f"{question.model.model} {question.model.flavor} does not fit {question.nodes_in_words} "
-        f"of {question.cluster.name} in any partition: the least is {memory.total / 1e9:.1f} GB of "
-        f"{of_gpu / 1e9:.1f} GB a GPU, {(memory.total - of_gpu) / 1e9:.1f} GB too much "
-        f"(partition_size {variant.partition_size}, micro-batch {variant.micro_batch}, "
-        f"checkpointing {variant.checkpointing}); what would help: "
-        f"{'; '.join(help_) or 'GPUs with more memory: 64 times the nodes do not hold it'}"
-    )
-
-
-def least_bytes(question: Question) -> int:
-    """What a rank holds at least, over every partition size and variant, in closed form."""
-    shape = shape_of(question.model)
-    return min(
-        memory_of(question, shape, layout, variant).total
-        for layout in question.layouts()
-        for variant in variants_of(question, layout)
-    )
-
-
-def _nodes_that_hold(question: Question) -> list[int]:
-    """The fewest of 2, 4, ... 64 times the nodes that hold the model, if some do."""
-    for factor in (2, 4, 8, 16, 32, 64):
-        nodes, batch = question.num_nodes * factor, question.global_batch * factor
-        if nodes * question.cluster.ranks_per_node > MAX_RANKS:
-            break
-        asked = replace(question, num_nodes=nodes, global_batch=batch)
-        if least_bytes(asked) <= question.cluster.memory_bytes:
-            return [nodes]
-    return []
