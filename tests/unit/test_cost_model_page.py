@@ -1,7 +1,12 @@
 """docs/cost_model.md names functions and tests that exist."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from mics_dtensor.plan.cluster import preset_of_cluster, presets
+from mics_dtensor.plan.report import SOURCES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cost_model.md").read_text()
@@ -30,3 +35,27 @@ def test_every_equation_has_its_function_and_its_test() -> None:
 def test_every_equation_is_named_where_it_is_computed() -> None:
     said = set(re.findall(r"\(([CFTMU]\d)\)", PLAN))
     assert said == {name for name, *_ in rows()}
+
+
+def sources(read: Any) -> Iterator[str]:
+    """The tags of every `source` in the tables of a preset."""
+    for name, value in read.items():
+        if isinstance(value, dict):
+            yield from sources(value)
+        elif name == "source":
+            yield from value.split(", ")
+
+
+def test_every_source_of_a_preset_is_in_the_key_and_no_other() -> None:
+    section = PAGE.partition(f"\n## {SOURCES.rpartition('#')[2].title()}\n")[2]
+    key = dict(re.findall(r"^\| (\w+) \| (.+?) \| .*\|$", section, flags=re.MULTILINE))
+    assert key.pop("source") == "what"
+    assert set(sources(presets())) == set(key)
+    published = (ROOT / "benchmarks" / "published" / "sources.md").read_text()
+    collected = set(re.findall(r"\bS\d+\b", published))
+    assert set(key) - {"assumed"} <= collected
+
+
+def test_the_source_of_a_line_rate_is_told() -> None:
+    told = {name: source for name, _, _, source in preset_of_cluster("p3dn").constants()}
+    assert told["bandwidth out of a node"].startswith("100 Gbit/s (assumed) x 0.636 (S34, S37)")

@@ -167,7 +167,7 @@ def test_the_table_says_why_and_whence(capsys: pytest.CaptureFixture[str]) -> No
     assert said.count("take this") == 1
     assert "does not fit: " in said
     assert "take partition_size = " in said
-    assert "S32" in said[said.index("constants:") :]
+    assert "S32" in said[said.index("constants: (key to the sources: docs/cost_model.md") :]
 
 
 def test_json_holds_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:

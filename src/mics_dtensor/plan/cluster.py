@@ -172,6 +172,7 @@ def preset_of_cluster(name: str) -> Cluster:
         nic_gbit_per_s=entry["nic_gbit_per_s"],
         between_curve=entry["between_curve"],
         fabric=entry.get("fabric"),
+        source=entry["source"],
     )
 
 
@@ -190,10 +191,12 @@ def preset_cluster(
     nic_gbit_per_s: float,
     between_curve: str,
     fabric: str | None = None,
+    source: str | None = None,
 ) -> Cluster:
     """Nodes of GPUs of the presets behind a NIC of that line rate. Raises PlanError.
 
     `fabric`: share of the line rate and hop of its rings (C8); else `nic_share`, hop of the curve.
+    `source`: of the line rate.
     """
     read = presets()
     if gpu not in read["gpu"]:
@@ -202,6 +205,7 @@ def preset_cluster(
     curve = _curve(read["curve"][between_curve])
     ring = {"share": nccl["nic_share"], "hop_s": curve["hop_latency_s"], "source": nccl["source"]}
     ring = ring if fabric is None else read["fabric"][fabric]
+    rate = f"{nic_gbit_per_s:g} Gbit/s" + (f" ({source})" if source else "")
     return Cluster(
         name=name,
         gpu=gpu,
@@ -221,8 +225,7 @@ def preset_cluster(
             bandwidth_bytes_per_s=nic_gbit_per_s / 8 * 1e9 * ring["share"],
             **curve | {"hop_latency_s": ring["hop_s"]},
             origin="preset",
-            source=f"{nic_gbit_per_s:g} Gbit/s x {ring['share']} ({ring['source']}); curve "
-            f"{between_curve}",
+            source=f"{rate} x {ring['share']} ({ring['source']}); curve {between_curve}",
         ),
         base_latency_s=nccl["base_latency_s"],
         overlap_slowdown=nccl["sms"] / its["sms"],

@@ -36,6 +36,9 @@ _HEADERS: Cells = (
 )
 
 
+SOURCES = "docs/cost_model.md#sources"
+
+
 def render(question: Question, answer: Answer) -> str:
     """The table, the recommendation, and where every constant came from."""
     cells = [_cells(row, _verdict(question, row, answer)) for row in answer.rows]
@@ -55,7 +58,7 @@ def render(question: Question, answer: Answer) -> str:
         "",
         *recommendation(answer),
         "",
-        "constants:",
+        f"constants: (key to the sources: {SOURCES})",
     ]
     constants = [
         (f"  {n}", value, origin, source) for n, value, origin, source in _origins(cluster)
