@@ -22,7 +22,7 @@ from mics_dtensor.checkpoint.transfer import Keeping, read, write
 from mics_dtensor.errors import CheckpointError
 from mics_dtensor.layout import Layout
 from mics_dtensor.mesh import background_group
-from mics_dtensor.world import agreed, gathered, is_on_gpus
+from mics_dtensor.world import agreed, gathered, is_on_gpus, rank_here
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,8 @@ def newest_good(folder: Path, load: Callable[[Path], Manifest]) -> Manifest | No
             return load(Path(paths[step]))
         except Damaged as error:
             passed.append(str(error))
-            logger.warning("passed over: %s", error)
+            if rank_here() == 0:  # all have the same error
+                logger.warning("passed over: %s", error)
     if passed:
         raise CheckpointError(
             f"no checkpoint in {folder} is whole, so the run cannot go on, and it does not begin "

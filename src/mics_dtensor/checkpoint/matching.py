@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from mics_dtensor.errors import CheckpointError
+from mics_dtensor.world import rank_here
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class MatchedPlanner(DefaultLoadPlanner):
         if found := differing(saved, wanted):
             whose, way = whose_else(name for names in found.values() for name in names)
             raise CheckpointError(f"{self._path} is of {whose}: {in_words(found)}{way}")
-        if kept := [name for name in wanted if name not in saved]:
+        kept = [name for name in wanted if name not in saved]
+        if kept and rank_here() == 0:
             logger.warning("%s does not hold %s: they stay as they are", self._path, named(kept))
         return super().create_local_plan()
 
