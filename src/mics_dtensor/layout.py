@@ -170,7 +170,7 @@ class Layout:
 
 
 def _refuse_other_than_int(name: str, given: object, works: str) -> None:
-    if not isinstance(given, int):
+    if not isinstance(given, int) or isinstance(given, bool):
         raise ConfigError(f"{name} {given!r} is not a number of ranks; give {works}")
 
 

@@ -21,7 +21,8 @@ def synchronize_replicas(model: nn.Module | Iterable[nn.Module]) -> None:
     fully_shard does not make replicas equal: with a seed of its own each rank differs. One
     broadcast a unit over its replication group, and one for buffers and parameters outside FSDP
     over that of the first unit. Collective: every rank that holds the model calls it, once it is
-    materialised. Raises ConfigError, before anything is sent, for parameters on the meta device.
+    materialised. Raises ConfigError, before anything is sent, for parameters on the meta device,
+    and for a model without FSDP units.
     """
     for held in _held(model):
         if held.group.size() == 1:
@@ -84,6 +85,11 @@ def _held(model: nn.Module | Iterable[nn.Module]) -> list[_Held]:
     """Unit by unit, in an order that all replicas share; then what is in no unit."""
     parts = [model] if isinstance(model, nn.Module) else list(model)
     units = units_of(parts)
+    if not units:
+        raise ConfigError(
+            "the model has no FSDP units, so no replicas: call torch.distributed.fsdp.fully_shard "
+            "on it first"
+        )
     do_before_unshard(units)
     mine = {(unit.part, param.name) for unit in units for param in unit.params}
     label = "part {}, {}" if len(parts) > 1 else "{1}"

@@ -111,6 +111,13 @@ def test_one_replica_or_none_has_nothing_to_send() -> None:
 
 
 @ranks(2)
+def test_a_model_without_units_is_refused() -> None:
+    for act in (synchronize_replicas, check_replicas):
+        with pytest.raises(ConfigError, match=r"no FSDP units, so no replicas: call .*fully_shard"):
+            act(torch.nn.Linear(2, 2))
+
+
+@ranks(2)
 def test_the_meta_device_is_refused() -> None:
     with torch.device("meta"):
         model = Stack(5, 1)

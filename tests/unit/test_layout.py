@@ -244,6 +244,8 @@ def test_a_size_that_is_no_number_is_told_the_number() -> None:
         ConfigError, match=r"^partition_size 8\.0 is not a number of ranks; give 8 "
     ):
         Layout(topology=topology, partition_size=8.0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^partition_size True is not a number of ranks"):
+        Layout(topology=Topology.uniform(world_size=8, ranks_per_node=4), partition_size=True)
     with pytest.raises(ConfigError, match=r"^tensor_parallel_size '2' is not a number of ranks"):
         Layout(topology=topology, partition_size=8, tensor_parallel_size="2")  # type: ignore[arg-type]
 
