@@ -55,3 +55,35 @@ def test_a_cluster_measured_on_other_devices_is_refused_on_every_rank(tmp_path: 
     assert main(["--config-file", str(DEBUG), *flavor, *auto, folder], os.environ) == 1
     message = json.loads(told.read_text())["message"]["message"]
     assert "was measured on NVIDIA A100-SXM4-80GB, and this run is on cpu" in message
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("dump", "dump/in/it' is a file, or lies in one; name a folder"),
+        ("tokenizer.json", "tokenizer.json cannot be read ("),
+        ("tokenizer_config.json", "tokenizer_config.json cannot be read ("),
+    ],
+)
+def test_a_file_that_is_not_what_it_should_be_is_named(
+    tmp_path: Path, file: str, words: str
+) -> None:
+    pytest.importorskip("torchtitan")
+    from mics_dtensor.train.tokenizer import train_once
+
+    assets = tmp_path / "assets"
+    train_once(["some text"], assets)
+    (tmp_path / "dump" if file == "dump" else assets / file).write_text("no folder, and no JSON")
+    dump = tmp_path / ("dump/in/it" if file == "dump" else "out")
+
+    @ranks(2, torchrun=True)
+    def refused() -> None:
+        told = tmp_path / f"told-{os.environ['RANK']}.json"
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(told)
+        launch.WAIT_FOR_RANK_0_S = 0.0
+        over = [f"--model.hf_assets_path={assets}", f"--job.dump_folder={dump}"]
+        over += ["--training.global_batch_size=16", "--mics.ranks_per_node=2"]
+        assert main(["--config-file", str(DEBUG), *over], os.environ) == 1
+        assert words in json.loads(told.read_text())["message"]["message"]
+
+    refused()

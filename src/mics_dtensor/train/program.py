@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mics_dtensor.errors import CheckpointError, ConfigError, ReplicaError, TopologyError
@@ -69,6 +71,7 @@ def _train(run: Run, layout: Layout, launch: Launch) -> None:
     from mics_dtensor.train.build import trainer_config
 
     config = trainer_config(run, device_type=device_type)
+    make_dump_folder(Path(config.dump_folder))
     structured_logger.init_structured_logger(
         source="training",
         output_dir=config.dump_folder,
@@ -161,7 +164,9 @@ def _check_vocabulary(config: Trainer.Config) -> None:
     """A token that the model has no row for would read past its embeddings."""
     from torchtitan.models.common.config_utils import decoder_vocab_size
 
-    tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
+    from mics_dtensor.train.tokenizer import readable
+
+    tokenizer = readable(config.tokenizer, config.hf_assets_path)
     held, rows = tokenizer.get_vocab_size(), decoder_vocab_size(config.model_spec)
     if held > rows:
         raise ConfigError(
@@ -169,6 +174,19 @@ def _check_vocabulary(config: Trainer.Config) -> None:
             f"but {config.model_spec.name} {config.model_spec.flavor} has a vocabulary of {rows}; "
             "choose a flavor with a larger one, or the tokenizer of this model"
         )
+
+
+def make_dump_folder(folder: Path) -> None:
+    """Everything that the run writes goes there. Raises ConfigError where nothing can."""
+    said = f"job.dump_folder {str(folder)!r}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigError(f"{said} is a file, or lies in one; name a folder") from None
+    except OSError as error:
+        raise ConfigError(f"{said} cannot be made ({error.strerror}); name another") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{said} is not to be written by this user; name another")
 
 
 def _run_id() -> str:

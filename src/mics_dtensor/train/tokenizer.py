@@ -12,11 +12,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
+from mics_dtensor.errors import ConfigError
 from mics_dtensor.train.text import python_docs
 
 VOCAB_SIZE = 2048  # the vocabulary of torchtitan's debug models
+TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt")  # as torchtitan looks for them
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 
 
@@ -44,6 +46,28 @@ class BuiltInTokenizer(HuggingFaceTokenizer):
         # A node that does not share rank 0's disk makes its own, of the same bytes.
         train_once(documents, folder)
         super().__init__(tokenizer_path=str(folder))
+
+
+def readable(config: BaseTokenizer.Config, folder: str) -> BaseTokenizer:
+    """The tokenizer of a run; `folder` is its model.hf_assets_path. Raises ConfigError, with the
+    file that cannot be read. Collective where it is the built-in one.
+    """
+    if isinstance(config, BuiltInTokenizer.Config):
+        said, way_out = config.cache_dir, "delete the folder, and it is made anew"
+    else:
+        there = (name for name in TOKENIZERS if (Path(folder) / name).is_file())
+        said = str(Path(folder) / next(there, TOKENIZERS[0]))
+        way_out = "copy it again, or name another folder in model.hf_assets_path"
+    try:
+        tokenizer: BaseTokenizer = config.build(tokenizer_path=folder)
+    except (OSError, RuntimeError):  # a full disk, a rank that is gone
+        raise
+    except Exception as error:  # what `tokenizers` raises is nothing narrower
+        if isinstance(error, json.JSONDecodeError) and said.endswith(TOKENIZERS[0]):
+            said = str(Path(folder) / "tokenizer_config.json")  # the only one that Python reads
+        words = " ".join(str(error).split())
+        raise ConfigError(f"the tokenizer {said} cannot be read ({words}); {way_out}") from error
+    return tokenizer
 
 
 def folder_of(documents: Sequence[str], cache_dir: Path) -> Path:
