@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from mics_dtensor.checkpoint import commit as committing
-from mics_dtensor.checkpoint.commit import abandon, begin, commit, is_whole, named, retire
+from mics_dtensor.checkpoint.commit import (
+    abandon,
+    begin,
+    commit,
+    is_whole,
+    named,
+    partial_of,
+    retire,
+)
 from mics_dtensor.checkpoint.manifest import NAME, Manifest, files_of
 from mics_dtensor.errors import CheckpointError
 
@@ -138,3 +146,26 @@ def test_what_a_run_can_be_resumed_from_outlives_weights_alone(tmp_path: Path) -
     save(tmp_path / "step-40", contents="model")
     assert [p.name for p in retire(tmp_path, keep_last=1)] == ["step-10", "step-30"]
     assert steps(tmp_path) == [20, 40]
+
+
+@pytest.mark.parametrize("others", ["step-1", "step-2"])
+def test_a_second_run_in_the_folder_is_told_as_the_cause_and_loses_nothing(
+    tmp_path: Path, others: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    from mics_dtensor.checkpoint import placement
+    from mics_dtensor.checkpoint.transfer import Keeping, write
+
+    real = placement.write_item
+
+    def meanwhile(*given: object) -> None:
+        begin(tmp_path / others)  # by another run
+        (partial_of(tmp_path / others) / "theirs").touch()
+        real(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(placement, "write_item", meanwhile)
+    about = Manifest(step=1, contents="training", files=())
+    with pytest.raises(CheckpointError, match="another run writes into the same folder"):
+        write({"w": torch.ones(2)}, tmp_path / "step-1", about=about, keeping=Keeping())
+    assert [path.name for path in tmp_path.iterdir()] == [f"{others}.partial"]
+    assert [path.name for path in partial_of(tmp_path / others).iterdir()] == ["theirs"]

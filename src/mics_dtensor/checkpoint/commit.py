@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import uuid
 from pathlib import Path
 
 from mics_dtensor.checkpoint.manifest import NAME, Manifest, step_folders, step_of, sync_folder
@@ -46,6 +47,22 @@ def begin(path: Path) -> None:
         else:
             shutil.rmtree(left)
     partial_of(path).mkdir()
+
+
+def mark(path: Path) -> Path:
+    """A file in the folder that `begin` made, by which its writer knows it again."""
+    its = partial_of(path) / f".{uuid.uuid4().hex}.writer"
+    its.touch()
+    return its
+
+
+def taken_away(path: Path) -> CheckpointError:
+    """What is said where the folder that `begin` made, or the mark in it, is gone."""
+    return CheckpointError(
+        f"{partial_of(path)} was taken away while it was written: another run writes into the same "
+        f"folder, {path.parent}, and swept it as what a crash had left; give each run a folder of "
+        "its own (in the program checkpoint.folder or job.dump_folder)"
+    )
 
 
 def commit(path: Path, manifest: Manifest) -> None:

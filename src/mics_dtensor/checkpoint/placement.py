@@ -23,7 +23,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from mics_dtensor.checkpoint.commit import abandon, begin, commit, partial_of, retire
+from mics_dtensor.checkpoint.commit import (
+    abandon,
+    begin,
+    commit,
+    mark,
+    partial_of,
+    retire,
+    taken_away,
+)
 from mics_dtensor.checkpoint.digest import Digest
 from mics_dtensor.checkpoint.manifest import File, Manifest
 from mics_dtensor.errors import CheckpointError
@@ -86,6 +94,9 @@ class Writer(FileSystemWriter):
     def __init__(self, path: Path, *, about: Manifest, keep_last: int = 0) -> None:
         super().__init__(partial_of(path))
         self._final, self._about, self._keep_last = path, about, keep_last
+        # On the coordinator: its mark in the folder that it made, and whether that may be complete.
+        self._mark: Path | None = None
+        self._is_whole = False
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """No folder is made here: the coordinator's sweep would meet it."""
@@ -94,6 +105,7 @@ class Writer(FileSystemWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator, before any rank writes."""
         begin(self._final)
+        self._mark = mark(self._final)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -125,6 +137,8 @@ class Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, after all ranks have written."""
+        if self._mark is None or not self._mark.exists():
+            raise taken_away(self._final)
         super().finish(metadata, results)
         found = [
             result.file
@@ -133,6 +147,8 @@ class Writer(FileSystemWriter):
             if isinstance(result, FileWritten) and result.file is not None
         ]
         found.append(File.of(Path(self.path), ".metadata"))
+        self._is_whole = True
+        self._mark.unlink()
         commit(
             self._final,
             replace(self._about, files=tuple(sorted(found, key=lambda file: file.name))),
@@ -140,8 +156,9 @@ class Writer(FileSystemWriter):
         retire(self._final.parent, keep_last=self._keep_last)
 
     def give_up(self) -> None:
-        """After a failure, on the coordinator: what was written goes."""
-        abandon(self._final)
+        """After a failure, on the coordinator: what this run wrote goes."""
+        if self._is_whole or (self._mark is not None and self._mark.exists()):
+            abandon(self._final)
 
 
 class HashedFile(RawIOBase):

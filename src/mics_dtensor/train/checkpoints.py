@@ -272,10 +272,14 @@ def take_up(loader: Any, saved: Mapping[str, int] | None, path: Path) -> None:
         return
     if saved is not None and its == saved:
         return
-    readers = None if saved is None else saved.get(READERS)
+    anew = 'begin the data anew with checkpoint.exclude_from_loading = ["dataloader"]'
     if saved is None:
-        how = "does not say where the data stood"
-    elif readers is not None:
+        raise CheckpointError(
+            f"{path} does not say where the data stood, as one that `mics convert deepspeed` wrote "
+            f"cannot: {anew}, in this start alone"
+        )
+    readers = saved.get(READERS)
+    if readers is not None:
         how = f"was read by worker processes of {readers} data-parallel ranks"
     else:
         how = "was read without worker processes"
@@ -288,5 +292,5 @@ def take_up(loader: Any, saved: Mapping[str, int] | None, path: Path) -> None:
     raise CheckpointError(
         f"{path} {how}, and this run has {loader.dp_world_size} data-parallel ranks {here} worker "
         f"processes, which cannot go on there without repeating or skipping samples: {same}, or "
-        'begin the data anew with checkpoint.exclude_from_loading = ["dataloader"]'
+        f"{anew}"
     )
