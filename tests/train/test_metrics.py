@@ -1,6 +1,10 @@
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from harness.ranks import ranks
 
 metrics = pytest.importorskip("mics_dtensor.train.metrics")
 
@@ -38,3 +42,41 @@ def test_durations_are_hours_minutes_seconds(seconds: float, words: str) -> None
 def test_the_rate_is_that_of_the_first_group() -> None:
     assert metrics._lr({"n_tokens_seen": 7, "lr/AdamW/0": 0.5, "lr/AdamW/1": 0.1}) == 0.5
     assert metrics._lr({}) is None
+
+
+@ranks(2, timeout_s=120)
+def test_a_rank_of_a_pipeline_that_does_not_know_the_loss_tells_none(tmp_path: Path) -> None:
+    from train.small_run import ours, train
+
+    lines: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Kept(level=logging.INFO)
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.INFO)
+    pipeline = ("pipeline_parallel_degree=2", "data_parallel_replicate_degree=1")
+    train(
+        ours,
+        tmp_path,
+        *(f"--parallelism.{each}" for each in pipeline),
+        "--mics.partition_size=none",
+        "--mics.ranks_per_node=none",
+        "--training.steps=2",
+        "--training.local_batch_size=2",
+        "--training.global_batch_size=4",
+        "--model.n_layers=2",
+        "--validation.enable",
+        "--validation.freq=1",
+        "--validation.steps=1",
+        "--validation.local_batch_size=2",
+        "--validation.seq_len=32",
+    )
+    logging.getLogger().removeHandler(handler)
+    steps = [line for line in lines if "step:  2" in line and "tps:" in line]
+    assert len(steps) == 2  # of the training and of a validation
+    for line in steps:
+        assert "memory:" in line
+        assert ("loss:" in line) == (dist.get_rank() == 1), line

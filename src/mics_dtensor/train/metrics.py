@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger as titan
 
 from mics_dtensor.plan.comparison import Comparison
 from mics_dtensor.train.exposed import ExposedCommunication
@@ -23,6 +25,7 @@ from mics_dtensor.train.pipeline import IN_A_V, rank_of_loss
 
 SCHEMA = 1
 PROGRESS_EVERY_S = 30.0
+LOSS = re.compile(r"loss: +\S+  ")  # of torchtitan's line
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +67,11 @@ class MicsMetrics(MetricsProcessor):
         self.record: Record | None = None
         self.exposed: ExposedCommunication | None = None
         self._num_steps, self._before_s, self._began_s = 0, 0.0, time.perf_counter()
-        self.tells = dist.get_rank() == rank_of_loss(
-            schedule, world_size=parallel_dims.world_size, stages=parallel_dims.pp
-        )
+        world_size, stages = parallel_dims.world_size, parallel_dims.pp
+        first = rank_of_loss(schedule, world_size=world_size, stages=stages)
+        self.tells = dist.get_rank() == first
+        # The others of a pipeline have -1 a micro-step instead.
+        self.knows_loss = 0 <= dist.get_rank() - first < world_size // stages
         self._knows_peak = math.isfinite(self.gpu_peak_flops)
         if not self._knows_peak:
             # torchtitan's only way to say "no MFU" instead of a number that is wrong.
@@ -104,7 +109,9 @@ class MicsMetrics(MetricsProcessor):
         step_s, exposed_s = self._seconds_of_step()
         extra_metrics = extra_metrics or {}
         more = {} if exposed_s is None else {"time_metrics/exposed_communication(s)": exposed_s}
-        super().log(step, global_avg_loss, global_max_loss, grad_norm, {**extra_metrics, **more})
+        losses = (global_avg_loss, global_max_loss) if self.knows_loss else (math.nan, math.nan)
+        with nullcontext() if self.knows_loss else without_loss():
+            super().log(step, *losses, grad_norm, {**extra_metrics, **more})
         if self.record is None or not self.tells:
             return
         if exposed_s is not None:
@@ -145,11 +152,27 @@ class MicsMetrics(MetricsProcessor):
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
     ) -> None:
         """Print and record a validation. Called on every rank, with what the ranks agreed on."""
-        super().log_validation(loss, step, extra_metrics)
+        with nullcontext() if self.knows_loss else without_loss():
+            super().log_validation(loss if self.knows_loss else math.nan, step, extra_metrics)
         if self.record is None or not self.tells:
             return
         line = {"schema": SCHEMA, "run_id": self.record.run_id, "step": step, "loss": loss}
         _append(self.record.path.with_name("validation.jsonl"), line)
+
+
+@contextmanager
+def without_loss() -> Iterator[None]:
+    """Within, torchtitan's lines have no loss: this rank does not know it."""
+
+    def drop(record: logging.LogRecord) -> bool:
+        record.msg = LOSS.sub("", str(record.msg))
+        return True
+
+    titan.addFilter(drop)
+    try:
+        yield
+    finally:
+        titan.removeFilter(drop)
 
 
 def _append(path: Path, line: Mapping[str, Any]) -> None:
