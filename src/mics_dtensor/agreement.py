@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mics_dtensor.errors import AccumulationError
-from mics_dtensor.stage import stage
+from mics_dtensor.stage import ALL_UNITS, stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +61,6 @@ def _maximum(
     if group is None or group.size() == 1:
         return numbers
     message = torch.tensor(numbers, dtype=torch.int32, device=device)
-    with stage("boundary: agreement", "all units", group):
+    with stage("boundary: agreement", ALL_UNITS, group):
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
     return [int(number) for number in message.tolist()]

@@ -23,6 +23,10 @@ def named_range(what: str, unit: str) -> AbstractContextManager[object]:
     return record_function(f"mics::{what} ({unit})") if is_profiling() else nullcontext()
 
 
+ALL_UNITS = "all units"
+"""In place of a unit's name, of a stage that is for all of them."""
+
+
 @contextmanager
 def around_stages(span: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """Within, every stage of this thread runs inside a `span()`: for those who measure."""
@@ -48,8 +52,9 @@ def stage(what: str, unit: str, group: dist.ProcessGroup) -> Iterator[dist.Proce
         try:
             yield group
         except RuntimeError as error:
+            of = unit if unit == ALL_UNITS else f"unit {unit or '(unnamed)'}"
             raise CommunicationError(
-                f"{what} failed for unit {unit or '(unnamed)'} on rank {dist.get_rank()}, in the "
+                f"{what} failed for {of} on rank {dist.get_rank()}, in the "
                 f"group of ranks {dist.get_process_group_ranks(group)}: {error}"
             ) from error
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from convert.fixtures import FIXTURES
+from convert.fixtures import FIXTURES, tag_of
 
 from mics_dtensor.checkpoint.convert.resumable import Target, write_resumable
 from mics_dtensor.checkpoint.convert.stored import stored_weights
@@ -92,6 +92,9 @@ def test_what_cannot_be_is_told_in_a_sentence_and_leaves_nothing(
     assert "does not exist; name the folder of a checkpoint" in said(str(tmp_path / "no"), out)
     assert "exists; name what does not" in said(str(path), str(path))
     assert "--file-bytes 0; give 1 or more" in said(str(path), out, "--file-bytes", "0")
+    deepspeeds = FIXTURES / "zero3_bf16_2"
+    for folder in (deepspeeds, tag_of(deepspeeds)):
+        assert f"`mics convert deepspeed {folder} .../step-N` makes" in said(str(folder), out)
     data = next(path.glob("*.distcp"))
     whole = data.read_bytes()
     data.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))

@@ -75,6 +75,14 @@ def test_a_tag_may_be_named_itself() -> None:
     assert ZeroCheckpoint.open(tag).path == ZeroCheckpoint.open(tag.parent).path == tag
 
 
+def test_without_latest_the_tags_that_are_there_are_named(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "zero3_fp32_4", tmp_path / "run")
+    (tmp_path / "run" / "latest").unlink()
+    tag = tag_of(FIXTURES / "zero3_fp32_4").name
+    with pytest.raises(CheckpointError, match=f"the folder of one: {tmp_path}/run/{tag}$"):
+        ZeroCheckpoint.open(tmp_path / "run")
+
+
 def damage(change: Callable[[Path], Any], tmp_path: Path, case: str = "zero3_bf16_2") -> str:
     """What is said of a copy of a fixture that `change` has been at."""
     copy = tmp_path / case

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ pytest.importorskip("torchtitan")
 import torch
 import torch.distributed as dist
 from harness.checkpointed import stored
+from harness.ranks import ranks as on_ranks
 from harness.ranks import run_on_ranks
-from train.small_run import MICS, configured, entries_but_read_ahead, ours
+from train.small_run import MICS, configured, entries_but_read_ahead, ours, train
 
 from mics_dtensor.checkpoint.commit import named
 from mics_dtensor.checkpoint.manifest import Manifest
@@ -92,6 +94,26 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, mode: str) -
     assert list(second) == ["5", "6", "tokens"]
     assert second == {step: straight[step] for step in second}
     assert at_the_end(tmp_path, 6) == at_the_end(tmp_path / "straight", 6)
+
+
+@on_ranks(2, timeout_s=120)
+def test_a_run_that_is_done_says_so_and_what_to_raise(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger().setLevel(logging.INFO)
+    assert len(train(ours, tmp_path, *ENABLED, "--training.steps=2").losses) == 2
+    logging.getLogger().addHandler(handler := Kept(level=logging.INFO))
+    assert train(ours, tmp_path, *ENABLED, "--training.steps=2").losses == []
+    said = [line for line in lines if line.startswith("nothing to do: step 2 of 2; raise")]
+    assert len(said) == (dist.get_rank() == 0)
+    assert not any("Training" in line for line in lines)
+    assert len(train(ours, tmp_path, *ENABLED, "--training.steps=3").losses) == 1
+    assert sum("Loading the checkpoint" in line for line in lines) == 2  # once a run
+    logging.getLogger().removeHandler(handler)
 
 
 @pytest.mark.matrix

@@ -41,6 +41,18 @@ def test_a_process_without_a_launcher_is_told_how_to_start(
     assert "torchrun --nproc-per-node 4" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_help_says_how_to_start_and_where_the_keys_are(
+    capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    assert main([word], {}) == 0
+    said = capsys.readouterr()
+    assert all(words in said.out for words in ("--config-file", "configuration.md", "mics explain"))
+    assert said.err == ""
+    assert main([word], FOUR | {"RANK": "1"}) == 0
+    assert capsys.readouterr().out == ""
+
+
 @ranks(2, torchrun=True)
 def test_a_cluster_measured_on_other_devices_is_refused_on_every_rank(tmp_path: Path) -> None:
     pytest.importorskip("torchtitan")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mics_dtensor.train.load import load
+from mics_dtensor.train.values import counted
 
 if TYPE_CHECKING:
     from mics_dtensor.checkpoint.convert.resumable import Target
@@ -59,12 +60,14 @@ def run(argv: Sequence[str]) -> str:
     kinds = ", ".join(found.moments) or "none"
     said = [
         f"{options.out}: step {manifest.step}, {manifest.size_bytes():,} bytes in "
-        f"{len(manifest.files)} files",
+        f"{counted(len(manifest.files), 'file')}",
         f"from {found.path} (DeepSpeed {found.version}, ZeRO-{found.stage}, {found.world_size} "
-        f"files a kind, {progress.data_parallel_size} data-parallel ranks)",
-        f"{len(found.weights)} trained parameters in {len(found.options)} groups of the optimizer, "
+        f"files a kind, "
+        f"{counted(progress.data_parallel_size, 'data-parallel rank')})",
+        f"{counted(len(found.weights), 'trained parameter')} in "
+        f"{counted(len(found.options), 'group')} of the optimizer, "
         f"states {kinds}; {len(found.frozen)} frozen, {len(found.tied)} tied, "
-        f"{len(found.buffers)} buffers",
+        f"{counted(len(found.buffers), 'buffer')}",
     ]
     said += [f"not carried over: {words}" for words in found.left_behind]
     return "\n".join(said)

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mics_dtensor.checkpoint.commit import partial_of
+from mics_dtensor.checkpoint.convert.zero_folder import tags_of
 from mics_dtensor.checkpoint.manifest import NAME, Manifest
 from mics_dtensor.errors import CheckpointError, ConfigError
 from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.load import config_from, load
+from mics_dtensor.train.values import counted
 
 if TYPE_CHECKING:
     from mics_dtensor.checkpoint.convert.lazy import LazyTensor
@@ -65,6 +67,11 @@ def run(argv: Sequence[str]) -> str:
     out: Path = options.out
     if out.exists():
         raise CheckpointError(f"{out} exists; name what does not, nothing is overwritten")
+    if tags_of(options.checkpoint):
+        raise CheckpointError(
+            f"{options.checkpoint} is a checkpoint of DeepSpeed: `mics convert deepspeed "
+            f"{options.checkpoint} .../step-N` makes one of ours, which this command takes"
+        )
     # Here, since the other commands run without torch.
     from mics_dtensor.checkpoint.convert.stored import stored_weights
 
@@ -79,7 +86,7 @@ def run(argv: Sequence[str]) -> str:
         tensors = {name: its.to(getattr(torch, options.dtype)) for name, its in tensors.items()}
     said += _write(out, tensors, options.file_bytes, assets)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    return "\n".join([f"{out}: {len(tensors)} tensors, {num_bytes:,} bytes", *said])
+    return "\n".join([f"{out}: {counted(len(tensors), 'tensor')}, {num_bytes:,} bytes", *said])
 
 
 def _config(options: argparse.Namespace, overrides: list[str]) -> RunConfig | None:
@@ -133,7 +140,7 @@ def _write(
             partial.mkdir()
             files = write_safetensors(partial, tensors, file_bytes=file_bytes)
             said = [
-                f"{len(files) - 1} files of safetensors and {files[-1]}",
+                f"{counted(len(files) - 1, 'file')} of safetensors and {files[-1]}",
                 *_copied(assets, partial),
             ]
     except FileExistsError:

@@ -11,6 +11,15 @@ from mics_dtensor.train.config import config_keys
 from mics_dtensor.train.names import check_known
 from mics_dtensor.train.values import parsed
 
+USAGE = """\
+usage: torchrun --nproc-per-node N -m mics_dtensor.train --config-file FILE.toml [options]
+
+  --config-file FILE.toml   the run, in the tables and keys of docs/configuration.md
+  --table.key value         in place of what the file says; --table.key and --table.no-key switch
+
+`mics explain FILE.toml` prints the resolved run and what it will send, without a GPU and without
+ranks; `--all` every key there is."""
+
 FILE_OPTIONS = ("config_file", "job.config_file")
 
 

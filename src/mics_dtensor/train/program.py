@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from mics_dtensor.errors import CheckpointError, ConfigError, ReplicaError, TopologyError
 from mics_dtensor.layout import Layout
 from mics_dtensor.topology import Topology
+from mics_dtensor.train.arguments import USAGE
 from mics_dtensor.train.degrees import BY_PLANNER, resolve
 from mics_dtensor.train.launch import Launch, configure_logging, say_and_stop
 from mics_dtensor.train.load import Run, load
@@ -30,6 +31,10 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     A setting that cannot be run is refused before the process group, or else before the model: by
     rank 0 in one sentence, with status 1 on every rank. What goes wrong later is a traceback.
     """
+    if {"-h", "--help"} & set(argv):
+        if environ.get("RANK", "0") == "0":
+            print(USAGE, flush=True)
+        return 0
     try:
         run = load(argv)
         launch = Launch.read(environ)

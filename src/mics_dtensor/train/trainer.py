@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils
@@ -132,12 +132,19 @@ class MicsTrainer(Trainer):
             return super().init_distributed()
         return ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
 
+    @record
     def train(self) -> None:
         """The loop of torchtitan, from the checkpoint's step on."""
         self._progress: Progress | None = None
-        with _replaced(
-            dist_utils, "set_pg_timeouts", self._with_stages(dist_utils.set_pg_timeouts)
-        ):
+        self.checkpointer.load(step=self.config.checkpoint.load_step)
+        if self.step >= (steps := self.config.training.steps):
+            if self.metrics_processor.tells:
+                words = "nothing to do: step %d of %d; raise training.steps to go on"
+                logger.info(words, self.step, steps)
+            return
+        timeouts = self._with_stages(dist_utils.set_pg_timeouts)
+        loaded = _replaced(self.checkpointer, "load", lambda **_: True)  # not twice
+        with _replaced(dist_utils, "set_pg_timeouts", timeouts), loaded:
             super().train()
 
     def should_continue_training(self) -> bool:
@@ -281,7 +288,7 @@ def _clip(
 
 
 @contextmanager
-def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
     """Within, `module.name` is `value`: for functions that torchtitan's loop looks up there."""
     before = getattr(module, name)
     setattr(module, name, value)

@@ -41,6 +41,11 @@ def shown(value: Any) -> str:
     return json.dumps(value, default=str)
 
 
+def counted(number: int, one: str, several: str = "") -> str:
+    """A number of things: "1 group", "2 groups"."""
+    return f"{number} {one if number == 1 else several or one + 's'}"
+
+
 def described(kind: Any) -> str:
     """A type in words: "a whole number", "one of ..."."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}

@@ -78,6 +78,17 @@ def _of_tag(path: Path) -> Path:
     return path / tag
 
 
+def tags_of(path: Path) -> list[Path]:
+    """The folders of a tag that `path` is, or holds; none where it is not of DeepSpeed."""
+    if not path.is_dir():
+        return []
+    return [
+        folder
+        for folder in (path, *sorted(each for each in path.iterdir() if each.is_dir()))
+        if any(_is_zero_file(each.name) for each in folder.iterdir())
+    ]
+
+
 def _is_zero_file(name: str) -> bool:
     return bool(OPTIMIZER_FILE.fullmatch(name) or MODEL_FILE.fullmatch(name))
 
@@ -148,5 +159,10 @@ def _no_optimizer_files(folder: Path, names: list[str], *, has_model: bool) -> s
         )
     if "manifest.json" in names or ".metadata" in names:
         return f"{folder} is not DeepSpeed's: it is a checkpoint of torch.distributed.checkpoint"
+    if tags := [str(each) for each in tags_of(folder)]:
+        return (
+            f"{folder} has no file `latest`, which names the tag to take; give the folder of one: "
+            f"{', '.join(tags[-5:])}"
+        )
     there = ", ".join(names[:5]) or "nothing"
     return f"{folder} is not a checkpoint of DeepSpeed; it holds {there}"
