@@ -234,7 +234,8 @@ def test_a_degree_that_contradicts_is_not_overwritten(
     path.write_text(text)
     ask = ["plan", "--config-file", str(path), "--cluster", "p4d", "--nodes", "2", "--write"]
     assert main([*ask, "--training.global_batch_size", "32"]) == 2
-    assert "data_parallel_shard_degree = 4" in capsys.readouterr().err
+    said = "data_parallel_replicate_degree 1 x data_parallel_shard_degree 4 is not the 16 ranks"
+    assert said in capsys.readouterr().err
     assert path.read_text() == text
     path.write_text(text + "data_parallel_replicate_degree = 4\n")
     assert main([*ask, "--training.global_batch_size", "32"]) == 2

@@ -118,3 +118,42 @@ def test_what_would_help_does_and_nothing_else_is_named(
     for help_ in helps.values():
         assert main([*ask, *help_]) == 0, help_
         capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("more", "size"),
+    [
+        ((), 8),  # "node", as the file has it
+        (("--mics.partition_size", "16"), 16),
+        (("--parallelism.tensor_parallel_degree", "4"), 2),
+        (("--mics.partition_size", "auto", "--mics.cluster", "p4de"), None),
+        (("--mics.partition_size", "64"), None),
+    ],
+)
+def test_the_row_of_the_files_own_size_is_marked(
+    more: tuple[str, ...], size: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = planned(capsys, "--nodes", "2", *more)
+    assert told.count(", as written  ") == (size is not None)
+    assert f"\n{size}, as written  " in told or size is None
+    assert ("note: mics.partition_size = 64, as written, is no size" in told) == ("64" in more)
+    read = json.loads(planned(capsys, "--nodes", "2", *more, "--json"))
+    marked = [row["variant"] for row in read["rows"] if row["as_written"]]
+    assert [its["partition_size"] for its in marked] == [size] * (size is not None)
+    assert not any(its["plain"] for its in marked)
+
+
+def test_a_file_of_degrees_is_marked_and_refused_as_explain_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.toml"
+    degrees = "data_parallel_replicate_degree = 2\ndata_parallel_shard_degree = {}\n"
+    head = "[model]\nflavor = '8B'\n[training]\nlocal_batch_size = 1\n[parallelism]\n"
+    path.write_text(head + degrees.format(8))
+    assert "\n8, as written  " in planned(capsys, "--nodes", "2", file=path)
+    for shards, mics in ((4, ""), (8, "[mics]\npartition_size = 4\n")):
+        path.write_text(head + degrees.format(shards) + mics)
+        assert main(["plan", "--config-file", str(path), *ON, "--nodes", "2"]) == 2
+        planned_ = capsys.readouterr().err.removeprefix("mics plan: ")
+        assert main(["explain", str(path), "--world-size", "16", "--ranks-per-node", "8"]) == 2
+        assert capsys.readouterr().err.removeprefix("mics explain: ") == planned_

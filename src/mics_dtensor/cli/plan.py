@@ -20,7 +20,8 @@ from mics_dtensor.plan.report import as_json, render
 from mics_dtensor.plan.scaling import parse_nodes, render_scaling, scaling, scaling_json
 from mics_dtensor.plan.search import answer
 from mics_dtensor.train.config import RunConfig
-from mics_dtensor.train.load import load
+from mics_dtensor.train.degrees import written_partition_size
+from mics_dtensor.train.load import Run, load
 from mics_dtensor.train.planning import Freedom, question
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def parser() -> argparse.ArgumentParser:
 def run(argv: Sequence[str]) -> str:
     """What is printed. Raises MicsError."""
     options, overrides = parser().parse_known_args(list(argv))
-    config = load(["--config-file", options.config_file, *overrides]).config
+    run_ = load(["--config-file", options.config_file, *overrides])
+    config = run_.config
     scale = None if options.scale is None else parse_nodes(options.scale)
     nodes = scale[0] if options.nodes is None and scale else options.nodes
     if nodes is None:
@@ -121,6 +123,8 @@ def run(argv: Sequence[str]) -> str:
         variants=not options.as_written, optimizer_over_replicas=options.optimizer_over_replicas
     )
     asked = question(config, its, nodes, freedom)
+    if scale is None:
+        asked = _with_its_own(asked, run_)
     if options.trace_cache is not None and not options.trace:
         raise PlanError("--trace-cache is where --trace keeps its traces; give --trace too")
     if options.trace:
@@ -128,6 +132,15 @@ def run(argv: Sequence[str]) -> str:
     if scale is not None:
         return _scaled(asked, scale, options)
     return _answered(asked, config, options)
+
+
+def _with_its_own(asked: Question, run_: Run) -> Question:
+    """The question that knows the file's own partition size. Raises ConfigError."""
+    size, said = written_partition_size(run_, asked.topology), run_.config.mics.partition_size
+    notes = asked.notes
+    if size is None and said != "auto":
+        notes += (f"mics.partition_size = {said}, as written, is no size on these nodes",)
+    return replace(asked, written_partition_size=size, notes=notes)
 
 
 def _tracer(config: RunConfig, folder: Path | None) -> Tracer:

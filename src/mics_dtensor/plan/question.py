@@ -62,6 +62,8 @@ class Question:
     bucket_size_bytes: int = BUCKET_SIZE_BYTES
     tensor_parallel: int = 1
     """Ranks of a node that compute one sequence together."""
+    written_partition_size: int | None = None
+    """That of the file, whose row is marked."""
     notes: tuple[str, ...] = ()
     """What a reader must know of this question beside its numbers."""
     tracer: Callable[[Question, Layout, Variant], Memory] | None = None

@@ -41,7 +41,7 @@ SOURCES = "docs/cost_model.md#sources"
 
 def render(question: Question, answer: Answer) -> str:
     """The table, the recommendation, and where every constant came from."""
-    cells = [_cells(row, _verdict(question, row, answer)) for row in answer.rows]
+    cells = [_cells(question, row, _verdict(question, row, answer)) for row in answer.rows]
     rows = [_headers(terms_of(answer.rows)), *cells]
     cluster = question.cluster
     lines = [
@@ -183,7 +183,12 @@ def _verdict(question: Question, row: Row, answer: Answer) -> str:
     return f"tie: {said}" if any(row is tied for tied in answer.ties) else said
 
 
-def _cells(row: Row, verdict: str) -> Cells:
+def _is_written(question: Question, row: Row) -> bool:
+    its = row.variant
+    return not its.plain and its.partition_size == question.written_partition_size
+
+
+def _cells(question: Question, row: Row, verdict: str) -> Cells:
     memory, time, variant = row.memory, row.time, row.variant
     kinds = (
         memory.parameters,
@@ -196,7 +201,7 @@ def _cells(row: Row, verdict: str) -> Cells:
     )
     terms = [getattr(time, f"{term}_s") for term in terms_of((row,))]
     return (
-        "plain FSDP" if variant.plain else str(variant.partition_size),
+        _name(variant) + ", as written" * _is_written(question, row),
         _short(row),
         *(f"{kind / 1e9:.1f}" for kind in kinds),
         *(f"{term:.3g}" for term in (*terms, time.step_s)),
@@ -258,6 +263,7 @@ def as_json(question: Question, answer: Answer) -> dict[str, Any]:
 def _row_json(question: Question, row: Row, answer: Answer) -> dict[str, Any]:
     return {
         "variant": asdict(row.variant),
+        "as_written": _is_written(question, row),
         "num_micro_steps": row.num_micro_steps,
         "memory_bytes": asdict(row.memory) | {"total": row.memory.total},
         "time": {f"{term}_s": getattr(row.time, f"{term}_s") for term in terms_of((row,))}

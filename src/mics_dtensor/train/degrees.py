@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from mics_dtensor.errors import ConfigError, PlanError
-from mics_dtensor.layout import Layout, divisors
+from mics_dtensor.layout import Layout, divisors, partition_sizes
 from mics_dtensor.topology import Topology
 from mics_dtensor.train.key import replace_at, value_at
 from mics_dtensor.train.load import Run
@@ -66,6 +66,23 @@ def resolve(
         )
     num_micro_steps(run)
     return run, layout
+
+
+def written_partition_size(run: Run, topology: Topology) -> int | None:
+    """What the file itself says for data and tensor parallelism on these nodes.
+
+    None for "auto", and for a size that there is not on so many nodes. Raises ConfigError for
+    degrees that contradict it, or the world.
+    """
+    size, tp = run.config.mics.partition_size, run.config.parallelism.tensor_parallel_degree
+    ranks = topology.world_size // tp
+    if size is None:
+        return _degrees(_fill_from_world(run, ranks))[1]
+    if isinstance(size, int) and size not in partition_sizes(topology, tensor_parallel_size=tp):
+        return None
+    if size == "auto":
+        return None
+    return _degrees(_fill_from_partition_size(run, ranks, topology))[1]
 
 
 def num_micro_steps(run: Run) -> int:
