@@ -16,8 +16,15 @@ from mics_dtensor.errors import PlanError
 from mics_dtensor.plan.cluster import presets
 from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.plan.question import Question
-from mics_dtensor.plan.report import as_json, render
-from mics_dtensor.plan.scaling import parse_nodes, render_scaling, scaling, scaling_json
+from mics_dtensor.plan.report import answer_title, as_json, render
+from mics_dtensor.plan.scaling import (
+    Scaling,
+    parse_nodes,
+    render_scaling,
+    scaling,
+    scaling_json,
+    scaling_title,
+)
 from mics_dtensor.plan.search import answer
 from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.degrees import written_partition_size
@@ -130,7 +137,7 @@ def run(argv: Sequence[str]) -> str:
     if options.trace:
         asked = replace(asked, tracer=_tracer(config, options.trace_cache))
     if scale is not None:
-        return _scaled(asked, scale, options)
+        return _scaled(asked, scale, config, options)
     return _answered(asked, config, options)
 
 
@@ -155,13 +162,29 @@ def _tracer(config: RunConfig, folder: Path | None) -> Tracer:
     return Tracer(config, folder or home / "mics_dtensor" / "traces")
 
 
-def _scaled(asked: Question, scale: Sequence[int], options: argparse.Namespace) -> str:
+def _assumed_for_the_first(curves: Scaling) -> Scaling:
+    """With a note of the nodes that the file's batch was taken to be meant for."""
+    asked = curves.question
+    fits = curves.curves["best"][0].row is not None
+    note = (
+        f"global_batch_size {asked.global_batch} is taken as meant for {asked.nodes_in_words}, the "
+        f"first of --scale{', where the model does not fit' * (not fits)}; if it is meant for "
+        "others, give --nodes"
+    )
+    return replace(curves, question=replace(asked, notes=(*asked.notes, note)))
+
+
+def _scaled(
+    asked: Question, scale: Sequence[int], config: RunConfig, options: argparse.Namespace
+) -> str:
     if options.write:
         raise PlanError("--scale compares many clusters; ask for one of them to --write its answer")
     curves = scaling(asked, scale)
+    if options.nodes is None and config.training.global_batch_size > 0:
+        curves = _assumed_for_the_first(curves)
     done = []
     if options.plot is not None:
-        plot_scaling(curves, options.plot)
+        plot_scaling(curves, options.plot, title=scaling_title(curves))
         done.append(f"{options.plot}: drawn")
     if options.json:
         return json.dumps(scaling_json(curves), indent=2)
@@ -172,7 +195,7 @@ def _answered(asked: Question, config: RunConfig, options: argparse.Namespace) -
     found = answer(asked)
     done = []
     if options.plot is not None:
-        plot_answer(found, options.plot)
+        plot_answer(found, options.plot, title=answer_title(asked))
         done.append(f"{options.plot}: drawn")
     if options.write:
         values = chosen_values(asked, found.best.variant)

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 from mics_dtensor.errors import PlanError
 from mics_dtensor.plan.report import terms_of
 from mics_dtensor.plan.scaling import Scaling
-from mics_dtensor.plan.search import Answer
+from mics_dtensor.plan.search import Answer, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def plot_answer(answer: Answer, path: Path) -> None:
+HEADROOM = 1.1  # above the highest bar or line
+
+
+def plot_answer(answer: Answer, path: Path, *, title: str = "") -> None:
     """Seconds of a step by term, one bar a row; those that do not fit are pale."""
     figure = _figure()
     axes = figure.subplots()
@@ -27,13 +30,25 @@ def plot_answer(answer: Answer, path: Path) -> None:
         for bar, row in zip(bars, answer.rows, strict=True):
             bar.set_alpha(1.0 if row.fits else 0.25)
         floor = [low + high for low, high in zip(floor, heights, strict=True)]
+    for bar, row in zip(bars, answer.rows, strict=True):
+        above = (bar.get_x() + bar.get_width() / 2, row.step_s)
+        axes.annotate(mark_of(answer, row), above, ha="center", va="bottom", fontsize=9)
+    axes.set_ylim(0, HEADROOM * max(floor))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     axes.set_xlabel("partition size (pale: does not fit)")
     axes.set_ylabel("seconds of an optimizer step")
-    figure.legend(loc="outside right upper")
+    figure.legend(loc="outside right center")
     _save(figure, path)
 
 
-def plot_scaling(scaling: Scaling, path: Path) -> None:
+def mark_of(answer: Answer, row: Row) -> str:
+    """What stands above a bar."""
+    if row is answer.best:
+        return "best"
+    return "tie" if any(row is tied for tied in answer.ties) else ""
+
+
+def plot_scaling(scaling: Scaling, path: Path, *, title: str = "") -> None:
     """tokens/s of a GPU over the number of GPUs, one line a partition size."""
     figure = _figure()
     from matplotlib import colormaps  # after _figure, which says what to install
@@ -43,6 +58,7 @@ def plot_scaling(scaling: Scaling, path: Path) -> None:
         "best": {"linewidth": 4, "color": "0.7"},
         "plain FSDP": {"color": "red", "linestyle": "--"},
     }
+    highest = 0.0
     for number, (name, points) in enumerate(scaling.curves.items()):
         found = [(p.num_nodes, p.tokens_per_s(scaling.ranks_per_node)) for p in points]
         there = [(n * scaling.ranks_per_node, speed) for n, speed in found if speed is not None]
@@ -51,11 +67,16 @@ def plot_scaling(scaling: Scaling, path: Path) -> None:
             shade = colormaps["viridis"](number / len(scaling.curves))
             style = marked.get(name, {"color": shade})
             axes.plot(gpus, speeds, marker=".", label=name, **style)
+            highest = max(highest, *speeds)
     axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
+    gpus_of = [nodes * scaling.ranks_per_node for nodes in scaling.nodes]
+    axes.set_xticks(gpus_of, [str(gpus) for gpus in gpus_of])
+    axes.minorticks_off()
+    axes.set_ylim(0, HEADROOM * highest)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     axes.set_xlabel("GPUs")
     axes.set_ylabel("tokens/s of a GPU")
-    figure.legend(title="partition size", loc="outside right upper")
+    figure.legend(title="partition size", loc="outside right center")
     _save(figure, path)
 
 

@@ -39,6 +39,16 @@ _HEADERS: Cells = (
 SOURCES = "docs/cost_model.md#sources"
 
 
+def answer_title(question: Question) -> str:
+    """For a picture."""
+    cluster = question.cluster
+    return (
+        f"{question.model.model} {question.model.flavor} on {question.nodes_in_words} of "
+        f"{cluster.ranks_per_node} {cluster.gpu} ({cluster.name}){_cut_in_words(question)}: "
+        f"{question.global_batch} sequences of {question.seq_len} tokens a step"
+    )
+
+
 def render(question: Question, answer: Answer) -> str:
     """The table, the recommendation, and where every constant came from."""
     cells = [_cells(question, row, _verdict(question, row, answer)) for row in answer.rows]

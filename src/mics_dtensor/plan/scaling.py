@@ -91,6 +91,16 @@ def _name(row: Row) -> str:
     return "plain FSDP" if row.variant.plain else str(row.variant.partition_size)
 
 
+def scaling_title(found: Scaling) -> str:
+    """For a picture."""
+    asked, each = found.question, found.question.sequences_of_a_rank
+    return (
+        f"{asked.model.model} {asked.model.flavor} on nodes of {found.ranks_per_node} "
+        f"{asked.cluster.gpu} ({asked.cluster.name}): {each} sequence{'s'[: each != 1]} of "
+        f"{asked.seq_len} tokens a {asked.reader} and step"
+    )
+
+
 def render_scaling(found: Scaling) -> str:
     """tokens/s of a GPU, and as a share of the curve's first."""
     asked = found.question
@@ -99,7 +109,7 @@ def render_scaling(found: Scaling) -> str:
         f"{asked.model.model} {asked.model.flavor}, {asked.model.num_parameters:,} parameters, on "
         f"nodes of {found.ranks_per_node} {asked.cluster.gpu} ({asked.cluster.name}): {each} "
         f"sequence{'s'[: each != 1]} of {asked.seq_len} tokens a {asked.reader} and step, as "
-        f"{asked.global_batch} are on {asked.nodes_in_words} (--nodes)",
+        f"{asked.global_batch} are on {asked.nodes_in_words}",
         *notes_in_words(asked),
         "tokens/s of a GPU (share of the row's first), by number of nodes",
         "",
