@@ -40,7 +40,7 @@ def test_what_is_planned_as_if_off_is_noted(
     more: tuple[str, ...], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     note = f"mics.overlap_{name} = true is planned as if false: the column {name} is what it costs"
-    for how in (("--nodes", "2"), ("--scale", "1,2")):
+    for how in (("--nodes", "2"), ("--nodes", "2", "--scale", "1,2")):
         assert f"note: {note} at most\n" in planned(capsys, *how, *more)
         assert "note: " not in planned(capsys, *how)
         assert json.loads(planned(capsys, *how, *more, "--json"))["notes"] == [f"{note} at most"]
