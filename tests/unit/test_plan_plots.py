@@ -36,6 +36,7 @@ def test_bars_have_a_title_room_and_marks(figures: list[Any], tmp_path: Path) ->
     marks = [text.get_text() for text in axes.texts]
     assert marks.count("best") == told.count("  take this")
     assert marks.count("tie") == told.count("  tie: ") > 0
+    assert set(marks) == {"best", "tie", ""}  # what does not fit has none
     highest = max(bar.get_y() + bar.get_height() for bar in axes.patches)
     assert axes.get_ylim()[1] > 1.05 * highest
 
