@@ -50,6 +50,7 @@ def test_safetensors_in_several_files_with_their_index(
     assert all(torch.equal(got[name], value) for name, value in wanted.items())
     assert f"{len(wanted)} tensors" in said
     assert "without config.json" in said
+    assert "\n1 file of safetensors and " in run([str(path), str(tmp_path / "one")])
 
 
 def test_one_torch_file_in_another_dtype(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness.ranks import ranks
@@ -14,6 +15,7 @@ from torch import nn
 from mics_dtensor import apply_mics, gloo
 from mics_dtensor import mesh as mesh_module
 from mics_dtensor.errors import CommunicationError
+from mics_dtensor.stage import ALL_UNITS, stage
 from mics_dtensor.topology import Topology
 
 TIMEOUT_S = 1.0
@@ -82,7 +84,22 @@ def test_every_rank_hears_of_it() -> None:
         assert took_s < TIMEOUT_S + SLACK_S, (what, took_s)
         assert f"on rank {rank}" in said, (what, said)
         assert any(f"unit {unit}" in said for unit in ("layers.0", "layers.1", "(root)")), said
-        assert any(stage in said for stage in ("between nodes", "within the node")), said
+        assert any(its in said for its in ("between nodes", "within the node")), said
         assert "in the group of ranks [" in said, said
         said_by_all(said)
         torch.distributed.barrier()
+
+
+@ranks(2)
+def test_a_stage_that_is_for_all_units_says_so() -> None:
+    world = dist.group.WORLD
+    with (
+        pytest.raises(CommunicationError, match="agreement failed for all units on rank"),
+        stage("agreement", ALL_UNITS, world),
+    ):
+        raise RuntimeError("gone")
+    with (
+        pytest.raises(CommunicationError, match="gather failed for unit a on rank"),
+        stage("gather", "a", world),
+    ):
+        raise RuntimeError("gone")

@@ -41,6 +41,8 @@ CHOSEN: dict[str, Any] = {
     "override.imports": ("a.b",),
     "compile.components": ("loss",),
     "checkpoint.exclude_from_loading": ("optimizer",),
+    "lr_scheduler.decay_ratio": 0.3,
+    "lr_scheduler.min_lr_factor": 0.3,
 }
 NEEDED = {
     "parallelism.expert_parallel_degree": (
@@ -274,7 +276,7 @@ def test_a_model_of_ones_own_is_named_by_its_module(build: Any) -> None:
         ("[model]\nflavor = '9B'\n", ["9B", "8B", "70B"]),
         ("[model]\nnum_mtp_layers = 2\n", ["num_mtp_layers", "llama3"]),
         ("[model]\nattn_backend = 'sdpa'\n", ["sdpa", "flex"]),
-        ("[checkpoint]\nkeep_latest_k = 1\n", ["at least 2"]),
+        ("[checkpoint]\nkeep_latest_k = 1\n", ["keep_latest_k = 1", "2 or more"]),
         ("[optimizer]\nname = 'SGD'\n", ["SGD", "AdamW"]),
         (
             "[parallelism]\ncontext_parallel_degree = 2\n[training]\nseq_len = 640\n",
