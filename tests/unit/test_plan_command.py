@@ -7,15 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.questions import question
 
 from mics_dtensor.cli import main
 from mics_dtensor.cli.write import chosen_values, write_choice
 from mics_dtensor.errors import PlanError
-from mics_dtensor.plan.cluster_file import cluster
-from mics_dtensor.plan.overlap import PROFILES
-from mics_dtensor.plan.presets import preset
-from mics_dtensor.plan.presets.units import Policy
-from mics_dtensor.plan.question import Question, Variant
+from mics_dtensor.plan.question import Variant
 from mics_dtensor.plan.scaling import parse_nodes
 from mics_dtensor.train.load import load
 
@@ -145,15 +142,7 @@ overlap_update = true
 def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     """Over all ranks slices cut nothing; without them what goes with slices goes too."""
     pytest.importorskip("tomlkit")
-    question = Question(
-        model=preset("llama3", "8B"),
-        cluster=cluster("p4d"),
-        num_nodes=2,
-        seq_len=4096,
-        global_batch=16,
-        policy=Policy(),
-        overlap=PROFILES["fsdp2"],
-    )
+    asked_of_planner = question(num_nodes=2, global_batch=16)
     path = tmp_path / "run.toml"
     for size, cut in ((16, False), (8, False), (8, True)):
         path.write_text(WRITTEN + SLICED)
@@ -161,7 +150,7 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
         variant = Variant(
             partition_size=size, micro_batch=1, checkpointing="full", optimizer_over_replicas=cut
         )
-        write_choice(path, asked, chosen_values(question, variant))
+        write_choice(path, asked, chosen_values(asked_of_planner, variant))
         mics = load(["--config-file", str(path)]).config.mics
         kept = cut or size == 16
         assert mics.partition_size == size

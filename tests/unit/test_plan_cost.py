@@ -288,9 +288,8 @@ def test_every_preset_is_whole(name: str) -> None:
         assert list(shares) == sorted(shares)
         assert shares[-1] == 1.0
         times = [size / each.share(size) for size in (1, 1e5, 1e6, 3e7, 1e9, 1e11)]
-        assert all(
-            b >= a * (1 - 1e-9) for a, b in pairwise(times)
-        )  # a larger message never arrives earlier
+        # A larger message never arrives earlier.
+        assert all(b >= a * (1 - 1e-9) for a, b in pairwise(times))
     assert {origin for _, _, origin, _ in its.constants()} <= set(UNCERTAINTY)
 
 

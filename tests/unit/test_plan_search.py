@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from harness.questions import question
 
 from mics_dtensor.cli import main
 from mics_dtensor.cli.write import chosen_values
@@ -16,10 +17,9 @@ from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import Layout, partition_sizes
 from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.plan.memory import Holding, peak_memory
-from mics_dtensor.plan.overlap import PROFILES
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
-from mics_dtensor.plan.question import Question, variants_of
+from mics_dtensor.plan.question import variants_of
 from mics_dtensor.plan.search import RESOLUTION, answer, corner_steps_s
 from mics_dtensor.plan.shape import shape_of
 from mics_dtensor.plan.step import Work
@@ -29,19 +29,6 @@ CONFIGS = Path(__file__).parents[2] / "train_configs"
 FILE = str(CONFIGS / "llama3_8b_2x8.toml")
 ASK = ("plan", "--config-file", FILE, "--cluster", "p4d", "--nodes", "4")
 BATCH = ("--training.global_batch_size", "64")
-
-
-def question(**changes: object) -> Question:
-    its = Question(
-        model=preset("llama3", "8B"),
-        cluster=cluster("p4d"),
-        num_nodes=4,
-        seq_len=4096,
-        global_batch=128,
-        policy=Policy(),
-        overlap=PROFILES["fsdp2"],
-    )
-    return replace(its, **changes)  # type: ignore[arg-type]
 
 
 def test_one_row_for_each_partition_size_and_plain_fsdp() -> None:

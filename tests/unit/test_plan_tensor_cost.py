@@ -3,14 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from harness.questions import question
 
 from mics_dtensor.layout import Layout
 from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.plan.memory import CPU, Holding, Kernels, block_bytes_per_token, peak_memory
-from mics_dtensor.plan.overlap import PROFILES
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
-from mics_dtensor.plan.question import Question
 from mics_dtensor.plan.search import answer
 from mics_dtensor.plan.shape import ModelShape, shape_of
 from mics_dtensor.plan.step import Work, tensor_parallel_s, unit_compute_s
@@ -61,14 +60,10 @@ def test_t9_by_hand() -> None:
 
 def test_t9_nothing_hides_it() -> None:
     """On endless links inside it costs nothing; on slow ones it adds to the step as it is."""
-    asked = Question(
-        model=preset("llama3", "8B"),
-        cluster=cluster("p5"),
+    asked = question(
+        "p5",
         num_nodes=2,
-        seq_len=4096,
         global_batch=64,
-        policy=Policy(),
-        overlap=PROFILES["fsdp2"],
         micro_batches=(1,),
         checkpointings=("full",),
         tensor_parallel=8,

@@ -1,19 +1,17 @@
 """Tensor parallel in the planner: what is cut, sent and refused. No torch, no process group."""
 
 import json
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.questions import question as question_of
 
 from mics_dtensor.cli import main
 from mics_dtensor.cli.write import chosen_values
 from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import Layout, partition_sizes
-from mics_dtensor.plan.cluster_file import cluster
-from mics_dtensor.plan.overlap import PROFILES
 from mics_dtensor.plan.presets import flavors, preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
 from mics_dtensor.plan.question import Question
@@ -42,18 +40,8 @@ DENSE = [
 
 
 def question(**changes: object) -> Question:
-    its = Question(
-        model=preset("llama3", "8B"),
-        cluster=cluster("p5"),
-        num_nodes=2,
-        seq_len=4096,
-        global_batch=64,
-        policy=Policy(),
-        overlap=PROFILES["fsdp2"],
-        micro_batches=(1,),
-        node_local_backwards=(False,),
-    )
-    return replace(its, **changes)  # type: ignore[arg-type]
+    its = {"num_nodes": 2, "global_batch": 64, "micro_batches": (1,)}
+    return question_of("p5", **(its | {"node_local_backwards": (False,)} | changes))
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
