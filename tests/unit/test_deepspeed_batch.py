@@ -91,6 +91,14 @@ def test_ranks_that_share_a_sequence_are_context_parallel() -> None:
     assert "does not read it" in alone.differs["data_parallel_size = 4"]
 
 
+@pytest.mark.parametrize("name", ["autotp_size", "tp_size"])
+def test_ranks_that_share_layers_are_a_reason_to_check_the_batch(name: str) -> None:
+    found = convert_config({TOTAL: 512, MICRO: 4, "tensor_parallel": {name: 2}})
+    assert found.values["parallelism.tensor_parallel_degree"] == 2
+    assert "check it" in found.differs[f"tensor_parallel.{name} = 2"]
+    assert not convert_config({MICRO: 4, "tensor_parallel": {name: 1}}).differs
+
+
 def test_auto_says_which_value_holds_and_where_nothing_is_to_be_written() -> None:
     found = convert_config(
         {

@@ -110,9 +110,16 @@ def offload(its: Sought) -> None:
 
 def tensor_parallel(its: Sought) -> None:
     """Ranks that split every layer."""
-    size = its.number("tensor_parallel.autotp_size", its.number("tensor_parallel.tp_size", 1))
-    if size > 1:
+    name, older = "tensor_parallel.autotp_size", "tensor_parallel.tp_size"
+    name = name if name in its.given else older
+    if (size := its.number(name, 1)) > 1:
         its.values["parallelism.tensor_parallel_degree"] = int(size)
+        # Its runtime/config.py divides by a world that only an mpu or a mesh makes smaller.
+        its.differs[name] = (
+            "where the script gives no mpu, DeepSpeed counts every rank in train_batch_size, "
+            "those too that share layers and so read the same samples; training.global_batch_size "
+            "counts a sample once: check it"
+        )
 
 
 def checkpointing(its: Sought) -> None:
