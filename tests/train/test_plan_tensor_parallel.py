@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("torchtitan")
 
 import torch
+from harness.ranks import ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config import ParallelismConfig
@@ -78,6 +79,7 @@ FLAVORS = [
 
 
 @pytest.mark.parametrize(("model", "flavor", "degree", "size"), FLAVORS)
+@ranks(1, torchrun=True)  # a process of its own: what `use_device` does to torchtitan stays there
 def test_the_units_of_a_preset_are_those_of_the_model(
     model: str, flavor: str, degree: int, size: int
 ) -> None:
@@ -104,6 +106,7 @@ def test_the_units_of_a_preset_are_those_of_the_model(
 
 
 @pytest.mark.parametrize(("model", "flavor"), [("llama3", "1B"), ("qwen3", "0.6B")])
+@ranks(1, torchrun=True)
 def test_torchtitan_makes_two_tables_of_one(model: str, flavor: str) -> None:
     """Why the planner refuses it by name: what is gathered is not what is trained."""
     topology = Topology.uniform(world_size=4, ranks_per_node=4)
