@@ -12,8 +12,8 @@ PIECE_BYTES = 4 << 20  # of a file at a time, read and hashed
 class Digest:
     """CRC-32, as of a zip file; its text is "crc32:" and eight digits. Fed with what comes.
 
-    Against a disk or a wire that errs; it is no seal. Where ranks have no cores to spare, sha256
-    took most of a save. `kind` is "sha256" for what manifests of schema 1 hold.
+    Against a disk or a wire that errs; it is no seal, which would be slower to compute.
+    `kind` is "sha256" for what manifests of schema 1 hold.
     """
 
     def __init__(self, kind: str = "crc32") -> None:
