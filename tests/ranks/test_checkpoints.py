@@ -21,11 +21,13 @@ from harness.counting import count_collectives
 from harness.ranks import ranks
 from harness.sharded import mesh_of, said_by_all, shard
 from torch import nn
+from torch.serialization import get_crc32_options
 
 from mics_dtensor.checkpoint import reading
 from mics_dtensor.checkpoint.checkpoints import CheckpointOptions, Checkpoints
 from mics_dtensor.checkpoint.digest import Digest
 from mics_dtensor.checkpoint.manifest import Manifest
+from mics_dtensor.checkpoint.placement import without_crc32_of_values
 from mics_dtensor.errors import CheckpointError, CommunicationError
 
 
@@ -109,6 +111,14 @@ def test_one_copy_is_written_and_each_byte_read_once(tmp_path: Path, placement: 
         moved = "all_to_all" in counted.by_kind
         assert not moved or (replicate, partition) != (4, 2)  # readers have what they need
         assert same(values(other), values(model))
+
+
+def test_the_crc32_of_others_is_left_out_no_longer_than_a_save() -> None:
+    assert get_crc32_options()
+    with pytest.raises(OSError, match="full"), without_crc32_of_values():
+        assert not get_crc32_options()
+        raise OSError("full")
+    assert get_crc32_options()
 
 
 @ranks(4, timeout_s=110)
