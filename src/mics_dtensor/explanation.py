@@ -64,11 +64,14 @@ def _describe(unit: FsdpUnit, topology: Topology, hop: torch.dtype | None) -> Un
     def shapes(*, trainable: bool) -> tuple[tuple[int, ...], ...]:
         return tuple(_sharded_first(p) for p in unit.params if _trains(p) == trainable)
 
+    trained = {id(param.parameter): param for param in unit.params if _trains(param)}
+    again = (p for p in unit.params if _trains(p) and p is not trained[id(p.parameter)])
     smaller = unit.regather_group
     return Unit(
         name=unit.name,
         shapes=shapes(trainable=True),
         frozen=shapes(trainable=False),
+        repeated=tuple(_sharded_first(param) for param in again),
         shard=_shape_of(unit.shard_group, topology),
         replicate=_shape_of(unit.replicate_group, topology),
         gathers=2 if unit.reshards_after_forward else 1,

@@ -56,7 +56,22 @@ def sharded_parts(model: Any) -> tuple[list[nn.Module], list[Unit]]:
             "the model has no FSDP units, so no states can be cut: call "
             "torch.distributed.fsdp.fully_shard on it before the optimizer is made"
         )
+    _refuse_held_twice(units)
     return parts, units
+
+
+def _refuse_held_twice(units: list[Unit]) -> None:
+    """Each would be cut into slices of its own, and clear the gradient of the other's."""
+    seen: set[int] = set()
+    for unit in units:
+        for param in unit.params:
+            if id(param.parameter) in seen:
+                raise ConfigError(
+                    f"{param.name} is one parameter that FSDP2 holds twice, in unit {unit.name} "
+                    "(tied after it was sharded, as torchtitan does under tensor parallel), so its "
+                    "states have no one slice: tie before fully_shard, or use a plain optimizer"
+                )
+            seen.add(id(param.parameter))
 
 
 def groups_of(units: list[Unit], given: Iterable[Any] | None) -> Groups:

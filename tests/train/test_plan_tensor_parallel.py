@@ -75,6 +75,8 @@ FLAVORS = [
     ("llama3", "70B", 8, 4),
     ("qwen3", "8B", 2, 1),
     ("qwen3", "32B", 8, 2),
+    ("llama3", "1B", 2, 2),
+    ("qwen3", "0.6B", 2, 2),
 ]
 
 
@@ -106,24 +108,12 @@ def test_the_units_of_a_preset_are_those_of_the_model(
 
 
 @pytest.mark.parametrize(("model", "flavor"), [("llama3", "1B"), ("qwen3", "0.6B")])
-@ranks(1, torchrun=True)
-def test_torchtitan_makes_two_tables_of_one(model: str, flavor: str) -> None:
-    """Why the planner refuses it by name: what is gathered is not what is trained."""
-    topology = Topology.uniform(world_size=4, ranks_per_node=4)
-    layout = Layout(topology=topology, partition_size=2, tensor_parallel_size=2)
-    config = config_of(model, flavor, 2, 1)
-    with fake_world(4):
-        told = explain(parallelized(config, layout), num_micro_steps=1, topology=topology)
-    (tables,) = [unit for unit in told.units if "lm_head" in unit.name]
-    (table,) = [
-        s for s in traffic_units(preset(model, flavor), layout, Policy())[0].shapes if s[1:]
-    ]
-    assert [shape for shape in tables.shapes if shape[1:]] == [table, table]
-    argv = ["plan", "--config-file", str(FILE), "--cluster", "p5", "--nodes", "2"]
+def test_two_tables_of_one_are_not_planned(model: str, flavor: str) -> None:
+    argv = ["--config-file", str(FILE), "--cluster", "p5", "--nodes", "2"]
     argv += ["--model.name", model, "--model.flavor", flavor]
     argv += ["--parallelism.tensor_parallel_degree", "2"]
     with pytest.raises(PlanError, match="one table for embedding and head"):
-        run(argv[1:])
+        run(argv)
 
 
 class Counts(TorchDispatchMode):

@@ -11,7 +11,9 @@ from torchtitan.protocols.model_spec import ModelSpec
 DIM, HEADS, KV_HEADS, HIDDEN, TOKENS, LAYERS = 16, 2, 1, 24, 96, 2
 
 
-def model_registry(flavor: str, attn_backend: str = "flex", **_: Any) -> ModelSpec:
+def model_registry(
+    flavor: str, attn_backend: str = "flex", num_kv_heads: int = KV_HEADS, **_: Any
+) -> ModelSpec:
     """One flavor, whatever its name."""
     norm = {"weight": llama3._NORM_INIT["weight"]}
     model = llama3.Llama3Model.Config(
@@ -28,7 +30,7 @@ def model_registry(flavor: str, attn_backend: str = "flex", **_: Any) -> ModelSp
             n_layers=LAYERS,
             dim=DIM,
             n_heads=HEADS,
-            n_kv_heads=KV_HEADS,
+            n_kv_heads=num_kv_heads,
             hidden_dim=HIDDEN,
             rope=ComplexRoPE.Config(dim=DIM // HEADS, max_seq_len=64),
             attn_backend=attn_backend,

@@ -63,7 +63,9 @@ def test_the_ranks_of_a_group_hold_the_model_once_and_the_norms_each(
     cut = traffic_units(preset(model, flavor), layout(degree, 8), Policy())
     for unit, part in zip(whole, cut, strict=True):
         norms = sum(prod(shape) for shape in unit.shapes if len(shape) == 1)
-        assert degree * part.numel == unit.numel + (degree - 1) * norms
+        held = part.numel - sum(prod(shape) for shape in part.repeated)
+        assert degree * held == unit.numel + (degree - 1) * norms
+        assert not unit.repeated
         assert degree * part.shard.size * part.shard_numel() >= unit.numel
     shape = shape_of(preset(model, flavor))
     part = part_of(shape, degree)

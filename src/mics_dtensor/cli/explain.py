@@ -9,11 +9,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mics_dtensor.errors import PlanError
+from mics_dtensor.errors import ConfigError, PlanError
 from mics_dtensor.layout import Layout
 from mics_dtensor.plan.comparison import Comparison
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
+from mics_dtensor.plan.tensor_parallel import tied_slices
 from mics_dtensor.plan.traffic import Options
 from mics_dtensor.train.config import RunConfig, config_keys
 from mics_dtensor.train.degrees import num_micro_steps, resolve
@@ -110,7 +111,9 @@ def run(argv: Sequence[str]) -> str:
 
 
 def plan_of(config: RunConfig, layout: Layout, micro_steps: int, *, backend: Any) -> Plan:
-    """The messages of a resolved run. Raises PlanError where they are not known beforehand."""
+    """The messages of a resolved run. Raises PlanError where they are not known beforehand, and
+    ConfigError for what the program would refuse.
+    """
     parallelism = config.parallelism
     if parallelism.pipeline_parallel_degree > 1:
         raise PlanError("the messages of pipeline stages are not planned yet; the run prints them")
@@ -119,6 +122,13 @@ def plan_of(config: RunConfig, layout: Layout, micro_steps: int, *, backend: Any
     model = preset(config.model.name, config.model.flavor)
     if config.model.n_layers is not None:
         model = model.with_layers(config.model.n_layers)
+    why = tied_slices(
+        parallelism.tensor_parallel_degree,
+        is_tied=model.is_tied,
+        over_replicas=config.mics.optimizer_over_replicas,
+    )
+    if why is not None:
+        raise ConfigError(f"{model.model} {model.flavor}: {why}")
     policy = Policy(
         gather_itemsize=ITEMSIZE[config.training.mixed_precision_param],
         reduce_itemsize=ITEMSIZE[config.training.mixed_precision_reduce],

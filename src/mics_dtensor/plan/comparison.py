@@ -61,7 +61,7 @@ class Comparison:
         return sum(
             unit.count
             * adam_bytes(
-                unit.shard_numel(),
+                unit.shard_numel() - replace(unit, shapes=unit.repeated).shard_numel(),
                 num_replicas=unit.replicate.size,
                 itemsize=unit.update_itemsize,
             )

@@ -39,6 +39,17 @@ def uneven_heads(degree: int, *, num_heads: int, num_key_value_heads: int) -> st
     return None
 
 
+def tied_slices(degree: int, *, is_tied: bool, over_replicas: bool) -> str | None:
+    """Why the states of a tied table cannot be sharded over the replicas, and what would work."""
+    if degree == 1 or not (is_tied and over_replicas):
+        return None
+    return (
+        f"one table for embedding and head, which FSDP2 holds twice under tensor_parallel_degree "
+        f"{degree}: mics.optimizer_over_replicas = true has no one slice for it; delete that line, "
+        "or write tensor_parallel_degree = 1"
+    )
+
+
 def uneven_length(seq_len: int, unit: int, why: str) -> str | None:
     """Why a sequence cannot be cut into parts that need multiples of `unit` tokens."""
     if seq_len % unit == 0:

@@ -35,7 +35,8 @@ class Unit:
     """`count` like FSDP units: parameters gathered and reduced in one message.
 
     `shapes` are those of the parameters before sharding (one rank's part under tensor parallel),
-    `frozen` those without gradients; itemsizes in bytes. `gathers` counts those of one micro-step:
+    `frozen` those without gradients, `repeated` those among `shapes` that are one parameter with
+    another: sent twice, trained once; itemsizes in bytes. `gathers` counts those of one micro-step:
     2 if the backward gathers again, in the groups `regather` where it is not the whole partition
     group that gathers then (integer reshard_after_forward). `reduces` counts the messages in which
     its gradients go: more than one where parts of the unit are ready apart. `update_itemsize` is
@@ -47,6 +48,7 @@ class Unit:
     shard: GroupShape
     replicate: GroupShape
     frozen: tuple[tuple[int, ...], ...] = ()
+    repeated: tuple[tuple[int, ...], ...] = ()
     count: int = 1
     gathers: int = 2
     reduces: int = 1

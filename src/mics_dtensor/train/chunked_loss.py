@@ -1,8 +1,8 @@
 """What torchtitan's chunked loss does to the unit of norm and lm_head, and what that sends.
 
 The loss runs lm_head slice by slice, with the unit's flags switched by hand, and reshards it before
-the norm's backward. So the unit is gathered once more than others are, and its two parameters are
-reduced in messages of their own.
+the norm's backward. So the unit is gathered once more than others are, and lm_head is reduced in a
+message of its own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class HeadUnit:
         return replace(
             told,
             units=tuple(
-                replace(each, gathers=each.gathers + 1, reduces=len(each.shapes))
+                replace(each, gathers=each.gathers + 1, reduces=min(2, len(each.shapes)))
                 if each.name == self.unit.name
                 else each
                 for each in told.units

@@ -17,8 +17,9 @@ from torchtitan.trainer import Trainer
 
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.layout import divisors
-from mics_dtensor.plan.tensor_parallel import uneven_heads, uneven_length
+from mics_dtensor.plan.tensor_parallel import tied_slices, uneven_heads, uneven_length
 from mics_dtensor.train import device_shim
+from mics_dtensor.train.optimizer import SlicedOptimizers
 
 MASK_BLOCK = 128
 """Tokens: torch makes the mask of a part of a sequence in such blocks (_create_cp_block_mask)."""
@@ -29,6 +30,7 @@ def refuse_limits(config: Trainer.Config) -> None:
     _refuse_dtype(config)
     _refuse_lengths(config)
     _refuse_heads(config)
+    _refuse_tied_slices(config)
     _refuse_experts(config)
     model = copy.deepcopy(config.model_spec.model)
     dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
@@ -74,6 +76,17 @@ def _refuse_heads(config: Trainer.Config) -> None:
     heads = attention.n_heads
     key_value_heads = getattr(attention, "n_kv_heads", None) or heads
     why = uneven_heads(degree, num_heads=heads, num_key_value_heads=key_value_heads)
+    if why is not None:
+        raise ConfigError(f"{spec.name} {spec.flavor}: {why}")
+
+
+def _refuse_tied_slices(config: Trainer.Config) -> None:
+    spec = config.model_spec
+    why = tied_slices(
+        config.parallelism.tensor_parallel_degree,
+        is_tied=getattr(spec.model, "enable_weight_tying", False),
+        over_replicas=isinstance(config.optimizer, SlicedOptimizers.Config),
+    )
     if why is not None:
         raise ConfigError(f"{spec.name} {spec.flavor}: {why}")
 

@@ -12,6 +12,8 @@ from math import prod
 
 from mics_dtensor.errors import PlanError
 
+TABLE, HEAD = "tok_embeddings", "lm_head"
+
 MODELS = ("llama3", "qwen3", "deepseek_v3", "gpt_oss")
 
 
@@ -42,6 +44,11 @@ class Preset:
     def num_parameters(self) -> int:
         """Elements of the whole model; tied weights once."""
         return sum(unit.count * unit.numel for unit in self.units)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether embedding and head are one table."""
+        return any(TABLE in unit.name and HEAD in unit.name for unit in self.units)
 
     def with_layers(self, num_layers: int) -> Preset:
         """The same model with another number of blocks, all alike (as [model] n_layers)."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import GroupShape, Layout
-from mics_dtensor.plan.presets import Preset, UnitShapes
+from mics_dtensor.plan.presets import HEAD, TABLE, Preset, UnitShapes
 from mics_dtensor.plan.traffic import Unit
 
 COLUMNS = ("wqkv", "wq", "wk", "wv", "w1", "w3", "tok_embeddings", "lm_head")
@@ -35,7 +35,8 @@ def traffic_units(preset: Preset, layout: Layout, policy: Policy) -> tuple[Unit,
         Unit(
             name=unit.name,
             count=unit.count,
-            shapes=tuple(_shapes(unit, layout)),
+            shapes=(*_shapes(unit, layout), *_repeated(unit, layout)),
+            repeated=tuple(_repeated(unit, layout)),
             shard=layout.shard_shape,
             replicate=layout.replicate_shape,
             gathers=_gathers(unit, policy),
@@ -51,13 +52,13 @@ def traffic_units(preset: Preset, layout: Layout, policy: Policy) -> tuple[Unit,
 
 
 def _reduces(unit: UnitShapes, policy: Policy) -> int:
-    """The chunked loss reduces lm_head by itself, before the norm is ready."""
-    return len(unit.parameters) if "lm_head" in unit.name and policy.chunked_loss else 1
+    """The chunked loss reduces lm_head by itself, before the rest of its unit is ready."""
+    return 2 if HEAD in unit.name and policy.chunked_loss else 1
 
 
 def _gathers(unit: UnitShapes, policy: Policy) -> int:
     """The last unit is used again at once: by default torchtitan leaves it gathered."""
-    has_head = "lm_head" in unit.name
+    has_head = HEAD in unit.name
     reshards = policy.reshard_after_forward == "always"
     reshards |= policy.reshard_after_forward == "default" and not has_head
     return 1 + reshards + (has_head and policy.chunked_loss)
@@ -67,10 +68,19 @@ def _regather(unit: UnitShapes, layout: Layout, policy: Policy) -> GroupShape | 
     """The ranks of one node, of a unit that is gathered across nodes and again for the backward."""
     shard = layout.shard_shape
     spans_nodes = shard.num_nodes > 1 and shard.ranks_per_node > 1
-    reshards = policy.reshard_after_forward != "never" and "lm_head" not in unit.name
+    reshards = policy.reshard_after_forward != "never" and HEAD not in unit.name
     if not (policy.node_local_backward and spans_nodes and reshards):
         return None
     return GroupShape(1, shard.ranks_per_node, shard.num_groups * shard.num_nodes)
+
+
+def _repeated(unit: UnitShapes, layout: Layout) -> Iterator[tuple[int, ...]]:
+    """A tied table once more: torchtitan cuts it for the embedding and for the head, ties both
+    again when they are in their groups, and FSDP2 gathers and reduces each.
+    """
+    if layout.tensor_parallel_size > 1 and TABLE in unit.name and HEAD in unit.name:
+        of_each = zip(unit.parameters, _shapes(unit, layout), strict=True)
+        yield from (cut for (name, _), cut in of_each if name.startswith(TABLE))
 
 
 def _shapes(unit: UnitShapes, layout: Layout) -> Iterator[tuple[int, ...]]:
