@@ -12,6 +12,7 @@ import torch
 from mics_dtensor.checkpoint.commit import abandon, begin, commit, partial_of
 from mics_dtensor.checkpoint.convert.dcp_writer import write_dcp
 from mics_dtensor.checkpoint.convert.lazy import LazyTensor, LazyTensors, Translation, translated
+from mics_dtensor.checkpoint.convert.member_crc import refuse_damaged
 from mics_dtensor.checkpoint.convert.zero_checkpoint import ZeroCheckpoint
 from mics_dtensor.checkpoint.manifest import Manifest, files_of, versions
 from mics_dtensor.errors import CheckpointError
@@ -44,11 +45,12 @@ def write_resumable(found: ZeroCheckpoint, path: Path, target: Target) -> Manife
     """Writes the checkpoint `path`, which must not exist; complete, with a manifest, or not at all.
 
     One process; the tensors of one file, and of one layer, are in memory at a time. Raises
-    CheckpointError.
+    CheckpointError, for a damaged file before anything is written.
     """
     if path.exists():
         raise CheckpointError(f"{path} exists; name a folder that does not, nothing is overwritten")
     states = resumable_states(found, target)
+    refuse_damaged(found.files)
     try:
         begin(path)
     except FileExistsError:

@@ -45,6 +45,7 @@ class ZeroCheckpoint:
     """
 
     path: Path
+    files: Sequence[Path]
     stage: int
     world_size: int
     version: str
@@ -76,6 +77,7 @@ class ZeroCheckpoint:
         steps = {each.name: flat.step_of(each) for each in parameters}
         return cls(
             path=folder.path,
+            files=(*folder.model_files, *folder.optimizer_files),
             stage=stage,
             world_size=len(ranks),
             version=str(files[0].get("ds_version", "unknown")).strip(),
