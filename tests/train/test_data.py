@@ -8,6 +8,7 @@ from mics_dtensor.errors import ConfigError
 from mics_dtensor.train import data
 from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.key import replace_at
+from mics_dtensor.train.known import DATA_SETS
 
 pytest.importorskip("torchtitan")
 # 2026-11: torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecated.
@@ -139,6 +140,13 @@ def test_a_parquet_file_without_text_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_data_set_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'pile' is not known; choose from c4, .*python_docs"):
         data.check_data(config(tmp_path, dataset="pile"), num_readers=2)
+
+
+def test_the_data_sets_that_explain_knows_are_those_of_the_registry() -> None:
+    from torchtitan.hf_datasets.text_datasets import DATASETS
+
+    data.register()
+    assert sorted({*DATASETS} - {data.LOCAL_FILE}) == sorted(DATA_SETS)
 
 
 def test_a_folder_of_torchtitans_own_repository_must_be_there(

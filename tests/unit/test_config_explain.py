@@ -64,6 +64,38 @@ def test_errors_are_one_sentence_and_a_status(capsys: pytest.CaptureFixture[str]
     assert "training.steps" in said.err
 
 
+UNKNOWN = {
+    ("--model.name=lama3",): '[model] name = "lama3" is unknown; did you mean llama3? choose from',
+    ("--model.flavor=9B",): '[model] flavor = "9B" is no flavor of torchtitan.models.llama3;',
+    ("--training.dataset=c5",): "training.dataset 'c5' is not known; choose from c4, c4_test",
+    (
+        "--validation.enable",
+        "--validation.seq_len=128",
+        "--validation.dataset=c5",
+    ): "validation.dataset 'c5' is not known; choose from",
+}
+
+
+@pytest.mark.parametrize(("arguments", "said"), UNKNOWN.items(), ids=str)
+def test_unknown_names_are_refused_as_at_start(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", DEBUG, "--world-size=4", *arguments]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    assert said in told.err
+
+
+def test_names_that_cannot_be_known_here_are_let_through(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own = explained(capsys, DEBUG, "--world-size=4", "--model.name=my.model", "--model.flavor=any")
+    assert "messages: no shapes of my.model are known" in own
+    file = ("--training.dataset=c5", "--training.dataset_path=text.jsonl")
+    assert "layers.*" in explained(capsys, DEBUG, "--world-size=4", *file)
+
+
 def test_it_needs_no_torch() -> None:
     program = (
         "import sys; sys.modules.update(torch=None, torchtitan=None)\n"

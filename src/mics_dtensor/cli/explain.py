@@ -19,6 +19,7 @@ from mics_dtensor.plan.traffic import Options
 from mics_dtensor.train.config import RunConfig, config_keys
 from mics_dtensor.train.degrees import num_micro_steps, resolve
 from mics_dtensor.train.key import value_at
+from mics_dtensor.train.known import refuse_unknown
 from mics_dtensor.train.load import Run, load
 from mics_dtensor.train.loss_chunks import num_loss_chunks
 from mics_dtensor.train.planning import shard_itemsize
@@ -97,6 +98,7 @@ def run(argv: Sequence[str]) -> str:
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     options, overrides = parser.parse_known_args(list(argv))
     run = load(["--config-file", options.file, *overrides])
+    refuse_unknown(run.config)
     world = World.of(run.config, options.world_size, options.ranks_per_node)
     run, layout = resolve(run, world_size=world.size, local_world_size=world.ranks_per_node)
     plan, why_not = None, ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,16 +107,21 @@ def check_data(config: RunConfig, *, num_readers: int) -> None:
         )
 
 
+def unknown_data_set(table: str, name: str, known: Sequence[str]) -> ConfigError:
+    """For a data set of [training] or [validation] that no registry has."""
+    return ConfigError(
+        f"{table}.dataset {name!r} is not known; choose from {', '.join(known)}, or name a file "
+        f"({', '.join(READERS)}) in {table}.dataset_path"
+    )
+
+
 def _check_named(table: str, dataset: str, path: str | None) -> None:
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
     register()
     names = sorted(set(DATASETS) - {LOCAL_FILE})
     if dataset.lower() not in names:
-        raise ConfigError(
-            f"{table}.dataset {dataset!r} is not known; choose from {', '.join(names)}, or name a "
-            f"file ({', '.join(READERS)}) in {table}.dataset_path"
-        )
+        raise unknown_data_set(table, dataset, names)
     where = path or DATASETS[dataset.lower()].path
     if Path(where).is_file():
         raise ConfigError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable
@@ -12,11 +11,10 @@ from types import ModuleType
 from typing import Any
 
 from mics_dtensor.errors import ConfigError
+from mics_dtensor.plan.presets import MODELS
 from mics_dtensor.train.config import RunConfig
+from mics_dtensor.train.known import unknown_flavor, unknown_model
 from mics_dtensor.train.values import shown
-
-LANGUAGE_MODELS = ("llama3", "qwen3", "deepseek_v3", "gpt_oss")
-"""torchtitan 0.3.0's models of text; a dotted name is a module of one's own."""
 
 QKV = ("wq", "wk", "wv")
 """Three products in 0.2.2, one in 0.3.0's models with grouped queries."""
@@ -40,15 +38,10 @@ def vocab_size(config: RunConfig) -> int | None:
 
 
 def _module(name: str) -> ModuleType:
-    if name in LANGUAGE_MODELS:
+    if name in MODELS:
         return importlib.import_module(f"torchtitan.models.{name}")
     if "." not in name:
-        near = difflib.get_close_matches(name, LANGUAGE_MODELS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(
-            f"[model] name = {shown(name)} is unknown; {hint}choose from {list(LANGUAGE_MODELS)}, "
-            "or name a module of your own with a dot (your.module)"
-        )
+        raise unknown_model(name, MODELS)
     try:
         module = importlib.import_module(name)
     except ImportError as error:
@@ -86,10 +79,7 @@ def _from_registry(module: ModuleType, config: RunConfig, **converters: Any) -> 
     try:
         return registry(model.flavor, **set_here, **converters)
     except KeyError:
-        raise ConfigError(
-            f"[model] flavor = {shown(model.flavor)} is no flavor of {module.__name__}; choose "
-            f"from {_flavors(module)}"
-        ) from None
+        raise unknown_flavor(model.flavor, module.__name__, _flavors(module)) from None
     except (TypeError, ValueError, ImportError) as error:
         raise ConfigError(f"{module.__name__} refuses {shown(model.flavor)}: {error}") from error
 

@@ -1,0 +1,62 @@
+"""Models, flavors and data sets that a run may name, and what is said of others. Pure: no torch.
+
+The program learns them from torchtitan's registries; `mics explain`, which has none, from here. A
+test holds the two against each other.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from mics_dtensor.errors import ConfigError
+from mics_dtensor.plan.presets import MODELS, flavors
+from mics_dtensor.train.config import RunConfig
+from mics_dtensor.train.data import (
+    PYTHON_DOCS,
+    PYTHON_DOCS_VALIDATION,
+    local_file,
+    unknown_data_set,
+)
+from mics_dtensor.train.tables_job import Training, Validation
+from mics_dtensor.train.values import shown
+
+DATA_SETS = ("c4", "c4_test", "c4_validation", PYTHON_DOCS, PYTHON_DOCS_VALIDATION)
+"""torchtitan 0.3.0's and ours."""
+
+
+def refuse_unknown(config: RunConfig) -> None:
+    """Raises ConfigError, as the program would, for a name that neither torchtitan nor we know.
+
+    A module of the user's own (a name with a dot) is not imported: it may know more of both.
+    """
+    model = config.model
+    if "." in model.name:
+        return
+    if model.name not in MODELS:
+        raise unknown_model(model.name, MODELS)
+    if model.flavor not in flavors(model.name):
+        raise unknown_flavor(model.flavor, f"torchtitan.models.{model.name}", flavors(model.name))
+    tables: list[tuple[str, Training | Validation]] = [("training", config.training)]
+    if config.validation.enable:
+        tables.append(("validation", config.validation))
+    for table, read in tables:
+        if local_file(read.dataset_path) is None and read.dataset.lower() not in DATA_SETS:
+            raise unknown_data_set(table, read.dataset, DATA_SETS)
+
+
+def unknown_model(name: str, known: Sequence[str]) -> ConfigError:
+    """For a name without a dot that is none of torchtitan's."""
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return ConfigError(
+        f"[model] name = {shown(name)} is unknown; {hint}choose from {list(known)}, or name a "
+        "module of your own with a dot (your.module)"
+    )
+
+
+def unknown_flavor(flavor: str, module: str, known: Sequence[str]) -> ConfigError:
+    """For a flavor that the module's registry has not."""
+    return ConfigError(
+        f"[model] flavor = {shown(flavor)} is no flavor of {module}; choose from {list(known)}"
+    )
