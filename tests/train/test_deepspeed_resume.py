@@ -17,6 +17,7 @@ from train import tiny_llama
 from train.small_run import configured, ours
 
 from mics_dtensor.cli import main
+from mics_dtensor.errors import CheckpointError
 
 CASE = "zero3_llama_2"
 
@@ -65,4 +66,24 @@ def test_the_program_resumes(tmp_path: Path) -> None:
     assert {group["fused"] for group in optimizer.param_groups} == {True}  # the run's own choice
     assert trainer.step == 3
     assert {its.last_epoch for its in trainer.lr_schedulers.schedulers} == {3}
+    trainer.close()
+
+
+@ranks(4, timeout_s=150)
+def test_one_that_was_converted_for_a_script_says_what_was_left_out(tmp_path: Path) -> None:
+    run = ("--model.name=train.tiny_llama", "--model.n_layers=none", "--checkpoint.enable")
+    loads = "--checkpoint.exclude_from_loading=dataloader"
+    path = tmp_path / "checkpoint/step-3"
+    config, layout = configured(tmp_path, *run, loads)
+    if dist.get_rank() == 0:
+        assert main(["convert", "deepspeed", str(FIXTURES / CASE), str(path)]) == 0
+    dist.barrier()
+    trainer = ours(config, layout)
+    with pytest.raises(CheckpointError) as raised:
+        trainer.checkpointer.load()
+    said = str(raised.value)
+    assert said.startswith(f"{path} is of another model: it lacks ")
+    assert "it was converted from DeepSpeed without --config-file" in said
+    assert "mics convert deepspeed OLD_RUN CHECKPOINT --config-file RUN.toml" in said
+    assert "\n" not in said
     trainer.close()

@@ -28,6 +28,7 @@ from mics_dtensor.checkpoint.states import device_of, replication_groups
 from mics_dtensor.checkpoint.transfer import Keeping, read
 from mics_dtensor.errors import CheckpointError
 from mics_dtensor.layout import Layout
+from mics_dtensor.train.converted import with_way_on
 from mics_dtensor.train.lanes import LaneLoader
 from mics_dtensor.world import agreed, gathered, rank_here
 
@@ -197,7 +198,10 @@ class WholeCheckpoints(CheckpointManager):
         )
 
     def _fill(self, state: dict[str, Any], reader: Reader) -> None:
-        read(state, reader)
+        try:
+            read(state, reader)
+        except CheckpointError as error:
+            raise with_way_on(error, reader.manifest) from error
         self.states[MODEL].load_state_dict(state)
         GarbageCollection.collect("GC collection for checkpoint loading.")
 
