@@ -1,6 +1,7 @@
 """docs/cost_model.md names functions and tests that exist."""
 
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,21 @@ def test_every_source_of_a_preset_is_in_the_key_and_no_other() -> None:
     published = (ROOT / "benchmarks" / "published" / "sources.md").read_text()
     collected = set(re.findall(r"\bS\d+\b", published))
     assert set(key) - {"assumed"} <= collected
+    runs = tomllib.loads((ROOT / "benchmarks" / "published" / "runs.toml").read_text())
+    named = {tag for its in _named(runs) for tag in re.findall(r"\bS\d+\b", its)}
+    assert named
+    assert named <= collected
+
+
+def _named(read: Any) -> Iterator[str]:
+    """Every `source` at any depth."""
+    if isinstance(read, list):
+        for each in read:
+            yield from _named(each)
+    elif isinstance(read, dict):
+        yield from (str(value) for name, value in read.items() if name == "source")
+        for value in read.values():
+            yield from _named(value)
 
 
 def test_the_source_of_a_line_rate_is_told() -> None:
