@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.planner import deepspeed, published
+from benchmarks.planner import deepspeed, published, replicated
 from benchmarks.planner.checks import all_checks
 from benchmarks.planner.counted import byte_cases
 from benchmarks.planner.tables import decay_cases, fabrics, hops
@@ -39,6 +39,8 @@ def main() -> int:
         "llm-foundry 16-128": published.mpt_cases(),
         "torchtitan 8 -> 128": published.titan_cases(),
         "AMSP 64": published.amsp_cases(),
+        "InternLM 8-1024": replicated.internlm_cases(),
+        "IBM 96 and 128": replicated.ibm_cases(),
     }
     later = {"DeepSpeed 0.6, 52B": deepspeed.later_cases()}
     others = {"busbw by nodes, GB/s": decay_cases(), "bytes out of a node": byte_cases()}

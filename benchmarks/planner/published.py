@@ -112,25 +112,31 @@ def fitted_share(setting: Setting, published: float) -> float:
     return low
 
 
-def _rows(belongs: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+def rows_of(belongs: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
     return [row for row in DATA["run"] if belongs(row)]
 
 
-def _cluster_of(gpu: str, nic_gbit_per_s: float) -> Cluster:
+def cluster_of(gpu: str, nic_gbit_per_s: float) -> Cluster:
+    """Nodes of 8 on a network that is no EFA, as far as those who published say."""
     name = GPUS[gpu]
-    curve = "between_p5" if name.startswith("H") else "between_p4de"
     return preset_cluster(
-        name=name, gpu=name, ranks_per_node=8, nic_gbit_per_s=nic_gbit_per_s, between_curve=curve
+        name=name,
+        gpu=name,
+        ranks_per_node=8,
+        nic_gbit_per_s=nic_gbit_per_s,
+        between_curve="between_p5" if name.startswith("H") else "between_p4de",
+        fabric="other",
     )
 
 
-def _dense(read: dict[str, Any]) -> ModelShape:
+def dense(read: dict[str, Any]) -> ModelShape:
+    """The shape of a [[model]]."""
     gated = read.get("family") == "LLaMA"
     return ModelShape(
         num_layers=read["layers"],
         hidden=read["hidden"],
         attention_width=read["hidden"],
-        key_value_width=read["hidden"],
+        key_value_width=read["hidden"] * read.get("kv_heads", read["heads"]) // read["heads"],
         ffn=read.get("ffn", 4 * read["hidden"]),
         vocab=read["vocab"],
         head_dim=read["hidden"] // read["heads"],
@@ -142,9 +148,9 @@ def _dense(read: dict[str, Any]) -> ModelShape:
 def mpt(row: dict[str, Any]) -> Setting:
     """A row of llm-foundry (S19): FSDP over all ranks; "full" stops early, as torch's default."""
     known = {model["name"]: model for model in DATA["model"]}
-    shape = _dense(known.get(row["model"].removeprefix("MPT-"), MPT_125M))
+    shape = dense(known.get(row["model"].removeprefix("MPT-"), MPT_125M))
     # H100 rows do not say their network: 3,200 Gbit/s, as all H100 presets.
-    its = _cluster_of(row["gpu"], row.get("nic_total_gbit_per_s", 3200))
+    its = cluster_of(row["gpu"], row.get("nic_total_gbit_per_s", 3200))
     checkpointing: Checkpointing = "early" if row["activation_checkpoint"] == "full" else "none"
     return Setting(
         shape=shape,
@@ -166,7 +172,7 @@ def mpt(row: dict[str, Any]) -> Setting:
 def mpt_fit() -> dict[str, float]:
     """Shares by kind of GPU: the median over the 8-GPU rows."""
     found: dict[str, list[float]] = {}
-    for row in _rows(lambda row: row["id"].startswith("mpt-") and row["gpus"] == 8):
+    for row in rows_of(lambda row: row["id"].startswith("mpt-") and row["gpus"] == 8):
         found.setdefault(row["gpu"][:4], []).append(fitted_share(mpt(row), row["tok_s_gpu"]))
     return {gpu: statistics.median(shares) for gpu, shares in found.items()}
 
@@ -175,13 +181,13 @@ def mpt_cases() -> list[Case]:
     """llm-foundry from 16 GPUs on, with the presets' constants as they are."""
     return [
         Case(name=row["id"], published=row["tok_s_gpu"], predicted=tokens_per_s(mpt(row)))
-        for row in _rows(lambda row: row["id"].startswith("mpt-") and row["gpus"] > 8)
+        for row in rows_of(lambda row: row["id"].startswith("mpt-") and row["gpus"] > 8)
     ]
 
 
 def titan(row: dict[str, Any]) -> Setting:
     """A row of torchtitan (S16): Llama 3.1 8B, sequences of 8,192, checkpointing by operator."""
-    its = _cluster_of(row["gpu"], row["nic_total_gbit_per_s"])
+    its = cluster_of(row["gpu"], row["nic_total_gbit_per_s"])
     return Setting(
         shape=LLAMA_8B,
         cluster=its,
@@ -197,9 +203,9 @@ def titan(row: dict[str, Any]) -> Setting:
 def titan_cases() -> list[Case]:
     """128 GPUs, each with the share that fits the same system on 8."""
     cases = []
-    for row in _rows(lambda row: row["id"].startswith("titan-8b-128-")):
+    for row in rows_of(lambda row: row["id"].startswith("titan-8b-128-")):
         of_8 = row["id"].replace("-128-", "-8-")
-        (first,) = _rows(lambda other: other["id"] == of_8)  # noqa: B023
+        (first,) = rows_of(lambda other: other["id"] == of_8)  # noqa: B023
         share = fitted_share(titan(first), first["tok_s_gpu"])
         predicted = tokens_per_s(with_share(titan(row), share))
         cases.append(Case(name=row["id"], published=row["tok_s_gpu"], predicted=predicted))
@@ -212,7 +218,7 @@ def amsp(
     """A row of AMSP (S11): parameters and gradients over sizes[0] ranks, states over sizes[1]."""
     (read,) = (each for each in DATA["model"] if each["name"] == model)
     parts = overlap.split("+")
-    shape, its = _dense(read), _cluster_of("A800-80GB", 800)
+    shape, its = dense(read), cluster_of("A800-80GB", 800)
     return Setting(
         shape=shape,
         cluster=its,
@@ -239,7 +245,7 @@ def amsp(
 def amsp_fit() -> float:
     """The A800's share, from the 8-GPU rows of ZeRO-1 and AMSP, which give MFU alone."""
     shares = []
-    for row in _rows(lambda row: row["id"] in ("amsp-zero-1-7b-8", "amsp-amsp-7b-8")):
+    for row in rows_of(lambda row: row["id"] in ("amsp-zero-1-7b-8", "amsp-amsp-7b-8")):
         setting = amsp("LLaMA-7B", (1, 8), gpus=8, micro_steps=128, overlap="ag_rs+ar+bc")
         speed = row["mfu"] * 312e12 / setting.shape.model_flops(4096)
         shares.append(fitted_share(setting, speed))

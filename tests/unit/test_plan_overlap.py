@@ -11,7 +11,7 @@ from mics_dtensor.plan.cost import stage_s
 from mics_dtensor.plan.overlap import PROFILES, Host, Overlap, gathered_again, message_s
 from mics_dtensor.plan.shape import ModelShape
 from mics_dtensor.plan.stage import Stage
-from mics_dtensor.plan.step import Work, step_time
+from mics_dtensor.plan.step import Work, step_time, unit_compute_s
 from mics_dtensor.plan.traffic import Options, Unit, step_traffic
 
 UNIT = Unit(
@@ -103,6 +103,22 @@ def test_t1_messages_beside_products_slow_them() -> None:
         assert gone > 0
         assert slowed.compute_s - hidden.compute_s == pytest.approx(0.5 * gone)
         assert slowed.step_s - hidden.step_s == pytest.approx(0.5 * gone)
+
+
+def test_t1_hsdp_hides_the_all_reduce_behind_the_last_backward() -> None:
+    units = [
+        replace(UNIT, name="layers.*", shapes=((512, 512),) * 4, replicate=GroupShape(4, 1, 4))
+    ]
+    traffic = step_traffic(units, Options(hierarchical=False, num_micro_steps=2))
+    for peak in (1e12, 1e14):
+        its = replace(two_by_two(0.0), peak_flops_per_s=peak)
+        shown, hidden = (
+            step_time(units, traffic, WORK, its, PROFILES[name]) for name in ("fsdp2", "hsdp")
+        )
+        backward_s = 2 * unit_compute_s(units[0], WORK, its)[1]  # of two blocks
+        assert hidden.boundary_s == pytest.approx(max(0.0, shown.boundary_s - backward_s))
+        assert (hidden.boundary_s > 0) == (peak == 1e14)
+        assert replace(hidden, boundary_s=shown.boundary_s) == shown
 
 
 def test_profiles_say_what_they_hide() -> None:

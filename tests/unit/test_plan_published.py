@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from benchmarks.planner import checks, counted, deepspeed, published, tables
+from benchmarks.planner import checks, counted, deepspeed, published, replicated, tables
 from benchmarks.planner.published import Case
 from mics_dtensor.plan.cluster import presets
 from mics_dtensor.plan.overlap import HOST_0_5, PROFILES
@@ -36,6 +36,18 @@ def test_the_64_gpus_of_amsp_with_and_without_overlap() -> None:
     hold(cases)
 
 
+def test_internlm_from_8_to_1024_gpus() -> None:
+    cases = replicated.internlm_cases()
+    assert len(cases) == 22
+    hold(cases)
+
+
+def test_hsdp_and_fsdp_of_ibm() -> None:
+    cases = replicated.ibm_cases()
+    assert len(cases) == 10
+    hold(cases)
+
+
 def test_the_presets_hold_the_hops_of_the_tables() -> None:
     curves = presets()["curve"]
     for curve, hop_s in tables.hops().items():
@@ -47,6 +59,16 @@ def test_c8_the_presets_hold_the_fabrics() -> None:
     for fabric, (share, hop_s) in tables.fabrics().items():
         assert held[fabric]["share"] == pytest.approx(share, abs=0.006)
         assert held[fabric]["hop_s"] == pytest.approx(hop_s, rel=0.01)
+
+
+def test_c8_a_network_that_is_no_efa_has_the_hop_of_nccls_tuning() -> None:
+    model, held = published.DATA["nccl_latency_model"], presets()
+    hop_us = model["ring_hop_us_net_later"]["Simple"] * model["ring_plateau_later"]
+    assert held["fabric"]["other"]["hop_s"] == pytest.approx(hop_us * 1e-6)
+    efa = {name for name, its in held["cluster"].items() if its["fabric"].startswith("efa")}
+    assert efa == {"p3dn", "p4d", "p4de", "p5", "p5en", "p6-b200"}
+    for name, its in held["cluster"].items():
+        assert name in efa or its["fabric"] == "other"
 
 
 def test_bandwidth_on_32_and_64_nodes_is_foretold_from_fewer() -> None:

@@ -171,7 +171,7 @@ def preset_of_cluster(name: str) -> Cluster:
         ranks_per_node=entry["ranks_per_node"],
         nic_gbit_per_s=entry["nic_gbit_per_s"],
         between_curve=entry["between_curve"],
-        fabric=entry.get("fabric"),
+        fabric=entry["fabric"],
         source=entry["source"],
     )
 
@@ -190,21 +190,19 @@ def preset_cluster(
     ranks_per_node: int,
     nic_gbit_per_s: float,
     between_curve: str,
-    fabric: str | None = None,
+    fabric: str,
     source: str | None = None,
 ) -> Cluster:
     """Nodes of GPUs of the presets behind a NIC of that line rate. Raises PlanError.
 
-    `fabric`: share of the line rate and hop of its rings (C8); else `nic_share`, hop of the curve.
-    `source`: of the line rate.
+    `between_curve`: share of the bandwidth by size of the message. `fabric`: share of the line rate
+    and hop of its rings (C8); a curve's own hop is that of its EFA. `source`: of the line rate.
     """
     read = presets()
     if gpu not in read["gpu"]:
         raise PlanError(f"no GPU {gpu!r} is known; choose from {', '.join(read['gpu'])}")
     its, nccl = read["gpu"][gpu], read["nccl"]
-    curve = _curve(read["curve"][between_curve])
-    ring = {"share": nccl["nic_share"], "hop_s": curve["hop_latency_s"], "source": nccl["source"]}
-    ring = ring if fabric is None else read["fabric"][fabric]
+    curve, ring = _curve(read["curve"][between_curve]), read["fabric"][fabric]
     rate = f"{nic_gbit_per_s:g} Gbit/s" + (f" ({source})" if source else "")
     return Cluster(
         name=name,

@@ -51,6 +51,7 @@ def cluster_of_reports(paths: Sequence[Path]) -> Cluster:
         ranks_per_node=ranks_per_node,
         nic_gbit_per_s=1.0,  # both links are replaced by what was measured
         between_curve="between_p5",
+        fabric="other",
     )
     linked = {
         name: Link(

@@ -53,6 +53,7 @@ HOST_0_5 = Host(message_s=0.0, rank_s=48.8e-6, copies=1, reuse_numel=1e9)
 
 PROFILES: Mapping[str, Overlap] = {
     "fsdp2": Overlap(gather=True, reduce=True),
+    "hsdp": Overlap(gather=True, reduce=True, boundary=True),
     "deepspeed": Overlap(gather=True, reduce=True, by_matrix=True),
     "deepspeed-0.5": Overlap(
         gather=False,
@@ -62,7 +63,8 @@ PROFILES: Mapping[str, Overlap] = {
     ),
     "none": Overlap(gather=False, reduce=False),
 }
-"""`deepspeed` since 0.6; 0.5 waits for the device at each message. Sources: docs/cost_model.md."""
+"""`hsdp`: torch's, which sums over the replicas in the backward. `deepspeed` since 0.6; 0.5 waits
+for the device at each message. Sources: docs/cost_model.md."""
 
 
 def matrices(unit: Unit) -> list[int]:
