@@ -27,6 +27,7 @@ from mics_dtensor.checkpoint import reading
 from mics_dtensor.checkpoint.checkpoints import CheckpointOptions, Checkpoints
 from mics_dtensor.checkpoint.digest import Digest
 from mics_dtensor.checkpoint.manifest import Manifest
+from mics_dtensor.checkpoint.owner import Claim, Process
 from mics_dtensor.checkpoint.placement import without_crc32_of_values
 from mics_dtensor.errors import CheckpointError, CommunicationError
 
@@ -172,6 +173,22 @@ def test_an_error_in_the_background_reaches_the_loop_on_every_rank(tmp_path: Pat
     its.close()
     dist.barrier()
     assert sorted(p.name for p in folder.iterdir()) == ["step-1", "step-4"]
+
+
+@ranks(4)
+def test_a_run_that_was_taken_over_stops_on_every_rank(tmp_path: Path) -> None:
+    model, optimizer = made(2, 2)
+    its = Checkpoints(tmp_path, model=model, optimizer=optimizer)
+    its.save(1)
+    if dist.get_rank() == 0:
+        Claim(Process("elsewhere", "another", 1, "1"), str(tmp_path)).write(tmp_path)
+    with pytest.raises(CheckpointError, match=r"taken over by process 1 of elsewhere, a later run"):
+        its.save(2)
+    again = Checkpoints(tmp_path, model=model, optimizer=optimizer)  # a restart never waits
+    again.save(2)
+    again.close()
+    dist.barrier()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
 
 
 @ranks(4, timeout_s=110)

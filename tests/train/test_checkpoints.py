@@ -18,6 +18,7 @@ from train.small_run import MICS, configured, entries_but_read_ahead, ours, trai
 
 from mics_dtensor.checkpoint.commit import named
 from mics_dtensor.checkpoint.manifest import Manifest
+from mics_dtensor.checkpoint.owner import Owner
 from mics_dtensor.errors import CheckpointError
 from mics_dtensor.train.config import Mics
 
@@ -233,3 +234,15 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
     again = trained(tmp_path, steps=6)
     assert list(again) == ["5", "6", "tokens"]
     assert again == {step: straight[step] for step in again}
+
+
+def test_a_second_run_in_the_folder_is_refused_before_it_trains(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    Owner().take(tmp_path / "checkpoint")  # by this process, which lives on
+
+    def body() -> None:
+        made = configured(tmp_path, *ENABLED)
+        with pytest.raises(CheckpointError, match="which runs: stop one of the two, or give each"):
+            ours(*made)
+
+    run_on_ranks(4, body, timeout_s=100)

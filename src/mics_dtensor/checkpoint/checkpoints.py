@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from mics_dtensor.checkpoint.commit import named, refuse_no_folder
 from mics_dtensor.checkpoint.manifest import Damaged, Manifest, versions
+from mics_dtensor.checkpoint.owner import Owner
 from mics_dtensor.checkpoint.reading import Reader
 from mics_dtensor.checkpoint.states import States, device_of, held_on_cpu, replication_groups
 from mics_dtensor.checkpoint.transfer import Keeping, read, write
@@ -135,7 +136,15 @@ class Saving:
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._group = background_group() if asynchronous or is_on_gpus() else None
         self._pending: Future[None] | None = None
+        self.owner = Owner()
         self._held: dict[str, Any] = {}  # kept: memory that is new costs more than the copy
+
+    def refuse_busy(self, folder: Path) -> None:
+        """Raise CheckpointError where another run is known to save there. Collective."""
+        is_first = rank_here() == 0
+        agreed(
+            lambda: self.owner.refuse_busy(folder) if is_first else None, others_as=CheckpointError
+        )
 
     def save(
         self,
@@ -149,13 +158,19 @@ class Saving:
         self.wait()
         if self._thread is None:
             state = agreed(state_dict, others_as=CheckpointError)
-            write(state, path, about=about, keeping=keeping, group=self._group)
+            write(state, path, about=about, keeping=keeping, group=self._group, owner=self.owner)
             return None
         self._held = agreed(
             lambda: held_on_cpu(dict(state_dict()), into=self._held), others_as=CheckpointError
         )
         self._pending = self._thread.submit(
-            write, self._held, path, about=about, keeping=keeping, group=self._group
+            write,
+            self._held,
+            path,
+            about=about,
+            keeping=keeping,
+            group=self._group,
+            owner=self.owner,
         )
         self._pending.add_done_callback(told_at_once)
         return self._pending
@@ -173,6 +188,7 @@ class Saving:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
+            self.owner.release()
 
 
 def newest_good(folder: Path, load: Callable[[Path], Manifest]) -> Manifest | None:

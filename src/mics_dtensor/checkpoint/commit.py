@@ -12,6 +12,7 @@ import uuid
 from pathlib import Path
 
 from mics_dtensor.checkpoint.manifest import NAME, Manifest, step_folders, step_of, sync_folder
+from mics_dtensor.checkpoint.owner import Owner
 from mics_dtensor.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -24,11 +25,11 @@ def partial_of(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL)
 
 
-def begin(path: Path) -> None:
+def begin(path: Path, owner: Owner | None = None) -> None:
     """Make the empty folder that `commit` will rename to `path`; by one rank, before any writes.
 
     What a crash has left beside it goes, except for what is needed. Raises CheckpointError where a
-    file is in the way.
+    file is in the way, or another run writes there (`owner`: the claim of this one).
     """
     folder = path.parent
     for its in (path, folder):
@@ -37,6 +38,8 @@ def begin(path: Path) -> None:
                 f"{its} is a file, in the way of a folder: move it, or name another"
             )
     folder.mkdir(parents=True, exist_ok=True)
+    if owner is not None:
+        owner.take(folder)
     for left in folder.iterdir():
         if left.suffix not in (PARTIAL, REPLACED, DELETED) or step_of(left.stem) is None:
             continue

@@ -34,6 +34,7 @@ from mics_dtensor.checkpoint.commit import (
 )
 from mics_dtensor.checkpoint.digest import Digest
 from mics_dtensor.checkpoint.manifest import File, Manifest
+from mics_dtensor.checkpoint.owner import Owner
 from mics_dtensor.errors import CheckpointError
 from mics_dtensor.upstream import storage_info
 
@@ -91,9 +92,11 @@ class Writer(FileSystemWriter):
     checkpoints the `keep_last` newest (0: all).
     """
 
-    def __init__(self, path: Path, *, about: Manifest, keep_last: int = 0) -> None:
+    def __init__(
+        self, path: Path, *, about: Manifest, keep_last: int = 0, owner: Owner | None = None
+    ) -> None:
         super().__init__(partial_of(path))
-        self._final, self._about, self._keep_last = path, about, keep_last
+        self._final, self._about, self._keep_last, self._owner = path, about, keep_last, owner
         # On the coordinator: its mark in the folder that it made, and whether that may be complete.
         self._mark: Path | None = None
         self._is_whole = False
@@ -104,7 +107,7 @@ class Writer(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator, before any rank writes."""
-        begin(self._final)
+        begin(self._final, self._owner)
         self._mark = mark(self._final)
         return super().prepare_global_plan(plans)
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from mics_dtensor.checkpoint.manifest import Manifest
 from mics_dtensor.checkpoint.matching import MatchedPlanner
+from mics_dtensor.checkpoint.owner import Owner
 from mics_dtensor.checkpoint.placement import PlacedPlanner, Placement, Writer
 from mics_dtensor.checkpoint.reading import Reader
 from mics_dtensor.errors import CheckpointError, MicsError
@@ -47,12 +48,13 @@ def write(
     about: Manifest,
     keeping: Keeping,
     group: dist.ProcessGroup | None = None,
+    owner: Owner | None = None,
 ) -> None:
     """Write the checkpoint `path`; after this it is complete. Collective over `group` (the world).
 
     Raises CheckpointError on every rank, and then nothing is there under that name that was not.
     """
-    writer = Writer(path, about=about, keep_last=keeping.keep_last)
+    writer = Writer(path, about=about, keep_last=keeping.keep_last, owner=owner)
     try:
         with one_sentence(f"the checkpoint {path} was not written"):
             save(

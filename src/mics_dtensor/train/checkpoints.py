@@ -28,7 +28,7 @@ from mics_dtensor.checkpoint.states import device_of, replication_groups
 from mics_dtensor.checkpoint.transfer import Keeping, read
 from mics_dtensor.errors import CheckpointError
 from mics_dtensor.layout import Layout
-from mics_dtensor.train.converted import with_way_on
+from mics_dtensor.train.converted import way_on
 from mics_dtensor.train.lanes import LaneLoader
 from mics_dtensor.world import agreed, gathered, rank_here
 
@@ -59,6 +59,8 @@ class WholeCheckpoints(CheckpointManager):
         self._keeping = Keeping(keep_last=config.keep_latest_k, placement=config.placement)
         self._saving = Saving(asynchronous=AsyncMode(config.async_mode) != AsyncMode.DISABLED)
         self._saved_step = -1
+        if not self.load_only:
+            self._saving.refuse_busy(Path(self.folder))
 
     def save_now(self, curr_step: int) -> bool:
         """Save all of the run, whatever the interval, and return when it is complete. Collective.
@@ -117,9 +119,9 @@ class WholeCheckpoints(CheckpointManager):
     def _save_hf(self, state: dict[str, Any], path: Path) -> None:
         """Hugging Face's files, written by torchtitan, under the same rules."""
         partial = partial_of(path)
-        is_first = rank_here() == 0
+        is_first, owner = rank_here() == 0, self._saving.owner
         about = self._about(path, state)
-        agreed(lambda: begin(path) if is_first else None, others_as=CheckpointError)
+        agreed(lambda: begin(path, owner) if is_first else None, others_as=CheckpointError)
         super().dcp_save(state, str(partial), AsyncMode.DISABLED, to_hf=True)
 
         def complete() -> None:
@@ -198,10 +200,8 @@ class WholeCheckpoints(CheckpointManager):
         )
 
     def _fill(self, state: dict[str, Any], reader: Reader) -> None:
-        try:
+        with way_on(reader.manifest):
             read(state, reader)
-        except CheckpointError as error:
-            raise with_way_on(error, reader.manifest) from error
         self.states[MODEL].load_state_dict(state)
         GarbageCollection.collect("GC collection for checkpoint loading.")
 
