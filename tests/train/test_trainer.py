@@ -3,7 +3,7 @@ import math
 from pathlib import Path
 
 import pytest
-from harness.counting import count_collectives
+from harness.counting import count_collectives, sent_bytes
 from harness.ranks import ranks
 
 from mics_dtensor.errors import ConfigError
@@ -74,8 +74,10 @@ def test_the_loss_falls_and_each_logged_step_is_a_line(tmp_path: Path) -> None:
 
 
 @ranks(4, timeout_s=100)
-def test_what_is_explained_is_what_is_sent(tmp_path: Path) -> None:
-    config, layout = configured(tmp_path, "--training.steps=3", "--metrics.log_freq=100")
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_what_is_explained_is_what_is_sent(tmp_path: Path, chunks: int) -> None:
+    its = ("--training.steps=3", "--metrics.log_freq=100", f"--loss.num_chunks={chunks}")
+    config, layout = configured(tmp_path, *its)
     trainer = ours(config, layout)
     batches = trainer.batch_generator(trainer.dataloader)
     told = trainer.explanation.collectives
@@ -87,6 +89,9 @@ def test_what_is_explained_is_what_is_sent(tmp_path: Path) -> None:
             assert counted.num(kind) == told[kind], (trainer.step, kind)
         # Beside the second hop: tokens of the step, and the norm over shards.
         assert counted.all_reduces == told["all_reduce"] + 2
+    counted.calls = [call for call in counted.calls if call.message_bytes > 8]  # without those
+    sent = sent_bytes(counted, layout.topology)
+    assert sent == (trainer.explanation.inter_node_bytes, trainer.explanation.intra_node_bytes)
     trainer.close()
 
 

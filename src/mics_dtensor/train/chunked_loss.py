@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
 
 from mics_dtensor.plan.comparison import Comparison
-from mics_dtensor.upstream import Unit
+from mics_dtensor.upstream import Unit, reduce_alone
 
 
 class HeadUnit:
@@ -23,6 +23,10 @@ class HeadUnit:
     def __init__(self, unit: Unit, lm_head: FSDPModule) -> None:
         self.unit, self.lm_head = unit, lm_head
         self.reshards_after_forward = unit.reshards_after_forward
+        # Of every rank that has a loss: no zeros for lm_head beside the norm's gradient. A tied
+        # weight has one there too.
+        module: object = lm_head
+        reduce_alone(unit, [param for param in unit.params if param.only_module is module])
 
     @classmethod
     def of(cls, loss: BaseLoss, units: list[Unit]) -> HeadUnit | None:

@@ -16,7 +16,12 @@ from mics_dtensor.upstream.comm import (
     set_timeout,
     timeout_of,
 )
-from mics_dtensor.upstream.exchange import first_hop_only, reset_after_exception, whole_units
+from mics_dtensor.upstream.exchange import (
+    first_hop_only,
+    reduce_alone,
+    reset_after_exception,
+    whole_units,
+)
 from mics_dtensor.upstream.full_state import full_state_is_asked
 from mics_dtensor.upstream.parameter import ShardedParameter
 from mics_dtensor.upstream.piece import Box, Piece, boxes_of
@@ -77,6 +82,7 @@ __all__ = [
     "narrow_parameters",
     "norms_of",
     "place_of_shard",
+    "reduce_alone",
     "reduce_scatter",
     "reset_after_exception",
     "reshard_after_forward_over",

@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     TrainingState,
 )
 
+from mics_dtensor.upstream.parameter import ShardedParameter
 from mics_dtensor.upstream.units import ORIGINAL, MeshInfo, Unit, groups_of, original_of
 
 
@@ -81,6 +82,18 @@ def _copy_reduce_scatter_group(source: MeshInfo, target: MeshInfo) -> None:
         target.reduce_scatter_process_group = source.reduce_scatter_process_group  # type: ignore[attr-defined]
 
 
+REDUCED_ALONE = "mics_reduced_alone"  # our attribute, on FSDPParamGroup
+
+
+def reduce_alone(unit: Unit, params: Sequence[ShardedParameter]) -> None:
+    """From now on `params` are left out of what `whole_units` fills up with zeros.
+
+    For those whose gradients come, on every rank or on none, in a message of their own: zeros for
+    them beside the others' would be that message once more.
+    """
+    setattr(unit.group, REDUCED_ALONE, tuple(param.fsdp for param in params))
+
+
 @contextmanager
 def whole_units(units: Sequence[Unit], foresee: Callable[[Unit], None]) -> Iterator[None]:
     """Within, every unit that takes part in a backward is reduced whole, zeros where it was unused.
@@ -112,7 +125,8 @@ def _post_backward(
     has_gradient = any(param.has_unreduced_gradient() for param in unit.params)
     if group.reduce_grads and not in_part and (has_gradient or state == TrainingState.PRE_BACKWARD):
         for param in unit.params:
-            param.fill_unreduced_gradient()
+            if param.fsdp not in getattr(group, REDUCED_ALONE, ()):
+                param.fill_unreduced_gradient()
         if any(param.fsdp.unsharded_accumulated_grad is not None for param in unit.params):
             for param in unit.params:  # of one dtype: FSDP2 asserts it
                 if param.has_unreduced_gradient():

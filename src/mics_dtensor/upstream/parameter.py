@@ -38,6 +38,13 @@ class ShardedParameter:
         return getattr(where.module, where.param_name, None)
 
     @property
+    def only_module(self) -> nn.Module | None:
+        """The module that it is a parameter of; None where several share it."""
+        where = self.fsdp._module_info
+        module: nn.Module = where.module
+        return None if where.shared_modules else module
+
+    @property
     def local(self) -> torch.Tensor:
         """The shard of this rank, without padding."""
         shard: torch.Tensor = self.fsdp.sharded_param._local_tensor
