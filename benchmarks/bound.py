@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mics_dtensor.plan.traffic import Options, Unit, step_traffic
+from mics_dtensor.plan.options import Options
+from mics_dtensor.plan.traffic import step_traffic
+from mics_dtensor.plan.unit import Unit
 
 
 def bound_of_stages(units: Sequence[Unit], *, micro_steps: int) -> dict[str, int]:

@@ -19,7 +19,7 @@ from benchmarks.bound import bound_of_stages
 from benchmarks.phases import Phases
 from benchmarks.workload import Linears
 from mics_dtensor.layout import GroupShape
-from mics_dtensor.plan.traffic import Unit
+from mics_dtensor.plan.unit import Unit
 
 # What is not written here is DeepSpeed's default, for stage 3 what its documentation recommends.
 _ZERO = "zero_optimization"

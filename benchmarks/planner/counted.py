@@ -8,7 +8,9 @@ from typing import Any
 
 from benchmarks.planner.published import Case
 from mics_dtensor.layout import Layout
-from mics_dtensor.plan.traffic import Options, Traffic, Unit, step_traffic
+from mics_dtensor.plan.options import Options
+from mics_dtensor.plan.traffic import Traffic, step_traffic
+from mics_dtensor.plan.unit import Unit
 from mics_dtensor.topology import Topology
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -8,12 +8,14 @@ from typing import Any
 from benchmarks.planner.published import DATA, Case, Setting, tokens_per_s
 from mics_dtensor.layout import GroupShape
 from mics_dtensor.plan.cluster_file import cluster
+from mics_dtensor.plan.options import Options
 from mics_dtensor.plan.overlap import HOST_0_5, PROFILES, Host, Overlap, message_s
 from mics_dtensor.plan.presets.units import Policy
 from mics_dtensor.plan.shape import ModelShape
 from mics_dtensor.plan.step import Work
 from mics_dtensor.plan.timing import two_parameters
-from mics_dtensor.plan.traffic import Options, Unit, step_traffic
+from mics_dtensor.plan.traffic import step_traffic
+from mics_dtensor.plan.unit import Unit
 
 BF16 = Policy(reduce_itemsize=2, hop_itemsize=2, chunked_loss=False)
 ZERO3_05 = "deepspeed-0.5"

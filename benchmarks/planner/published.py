@@ -11,11 +11,12 @@ from typing import Any
 
 from mics_dtensor.layout import Layout
 from mics_dtensor.plan.cluster import Cluster, preset_cluster
+from mics_dtensor.plan.options import Options
 from mics_dtensor.plan.overlap import PROFILES, Overlap
 from mics_dtensor.plan.presets.units import Policy, traffic_units
 from mics_dtensor.plan.shape import Checkpointing, ModelShape, preset_of
 from mics_dtensor.plan.step import StepTime, Work, step_time
-from mics_dtensor.plan.traffic import Options, step_traffic
+from mics_dtensor.plan.traffic import step_traffic
 from mics_dtensor.topology import Topology
 
 DATA = tomllib.loads((Path(__file__).parents[1] / "published" / "runs.toml").read_text("utf-8"))

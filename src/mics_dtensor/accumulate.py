@@ -24,7 +24,7 @@ from mics_dtensor.boundary import Boundary
 from mics_dtensor.bucket import Message
 from mics_dtensor.errors import AccumulationError
 from mics_dtensor.mesh import hop_stages_of
-from mics_dtensor.plan.traffic import BUCKET_SIZE_BYTES
+from mics_dtensor.plan.options import BUCKET_SIZE_BYTES
 from mics_dtensor.stage import named_range
 from mics_dtensor.upstream import (
     Unit,

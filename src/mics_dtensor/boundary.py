@@ -14,7 +14,7 @@ from mics_dtensor.agreement import Ballot, agree
 from mics_dtensor.bucket import Bucket, Message
 from mics_dtensor.gradient import Gradient
 from mics_dtensor.mesh import ranks_of
-from mics_dtensor.plan.traffic import buckets
+from mics_dtensor.plan.second_hop import buckets
 from mics_dtensor.slices import slice_of
 from mics_dtensor.upstream import Unit
 

@@ -13,7 +13,8 @@ from mics_dtensor.errors import ConfigError
 from mics_dtensor.layout import GroupShape
 from mics_dtensor.mesh import hop_stages_of, node_blocks, ranks_of
 from mics_dtensor.plan.comparison import Comparison
-from mics_dtensor.plan.traffic import BUCKET_SIZE_BYTES, Options, Unit
+from mics_dtensor.plan.options import BUCKET_SIZE_BYTES, Options
+from mics_dtensor.plan.unit import Unit
 from mics_dtensor.slices import slice_of
 from mics_dtensor.topology import Topology
 from mics_dtensor.upstream import ShardedParameter, units_of

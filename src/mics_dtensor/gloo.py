@@ -3,6 +3,7 @@
 NCCL runs its stages on streams; on gloo a call returns when its message is here, so what can happen
 meanwhile has to be written down. Gloo has no launch of several collectives and its reduce-scatter
 moves the bytes of an all-reduce: sums are made here, in fp32, of what an exchange has brought.
+Blocks of up to WHOLE_BLOCK_BYTES cost more in calls than these hide: there a stage is one call.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mics_dtensor.mesh import Stages
+from mics_dtensor.plan.options import WHOLE_BLOCK_BYTES
 from mics_dtensor.stage import StageWork, stage
 from mics_dtensor.upstream import all_gather
 
@@ -30,6 +32,8 @@ def gather_on_gloo(
     num_nodes, me = stages.num_nodes, stages.across_nodes.rank()
     first = ("gather between nodes", unit, stages.across_nodes)
     second = ("gather within the node", unit, stages.within_node)
+    if output_tensor.nbytes <= num_nodes * WHOLE_BLOCK_BYTES:
+        return _gather_at_once(output_tensor, input_tensor, first, second, async_op=async_op)
     mine = input_tensor.clone()  # is still sent while the second stage writes the output
     staged = mine.new_empty(num_nodes * mine.numel())  # [node, shard]
     with stage(*first) as across_nodes:  # slow link: num_nodes - 1 shards in
@@ -64,6 +68,10 @@ def reduce_on_gloo(
     first = ("reduce within the node", unit, stages.within_node)
     second = ("reduce between nodes", unit, stages.across_nodes)
     is_mean = op == dist.ReduceOp.AVG
+    if input_tensor.nbytes <= num_nodes * WHOLE_BLOCK_BYTES:
+        return _reduce_at_once(
+            output_tensor, input_tensor, first, second, is_mean=is_mean, async_op=async_op
+        )
     blocks = cut(input_tensor, num_nodes)
     received = output_tensor.new_empty(num_nodes * output_tensor.numel())  # [node, shard]: mine
     places = cut(received, num_nodes)
@@ -86,6 +94,60 @@ def reduce_on_gloo(
         output_tensor.copy_(_sum(received, num_nodes, is_mean=is_mean))
         work = dist.barrier(group=across_nodes, async_op=True) if async_op else None
     return None if work is None else StageWork(work, second)
+
+
+Named = tuple[str, str, dist.ProcessGroup]
+"""As of `stage`: what, unit, group."""
+
+
+def _gather_at_once(
+    output_tensor: torch.Tensor,  # [node, local, shard], 1-D
+    input_tensor: torch.Tensor,  # [shard]
+    first: Named,
+    second: Named,
+    *,
+    async_op: bool,
+) -> dist.Work | None:
+    with stage(*first) as across_nodes:
+        staged = input_tensor.new_empty(across_nodes.size() * input_tensor.numel())
+        all_gather(staged, input_tensor, group=across_nodes)  # [node, shard]
+    with stage(*second) as within_node:
+        arrived = output_tensor.new_empty(output_tensor.numel())  # [local, node, shard]
+        all_gather(arrived, staged, group=within_node)
+        _turn(output_tensor, arrived, within_node.size(), across_nodes.size())
+        work = dist.barrier(group=within_node, async_op=True) if async_op else None
+    return None if work is None else StageWork(work, second)
+
+
+def _reduce_at_once(
+    output_tensor: torch.Tensor,  # [shard]
+    input_tensor: torch.Tensor,  # [node, local, shard], 1-D
+    first: Named,
+    second: Named,
+    *,
+    is_mean: bool,
+    async_op: bool,
+) -> dist.Work | None:
+    num_nodes = second[-1].size()
+    with stage(*first) as within_node:
+        sent = input_tensor.new_empty(input_tensor.numel())  # [local, node, shard]
+        _turn(sent, input_tensor, num_nodes, within_node.size())
+        parts = sent.new_empty(sent.numel())  # of [node, shard] each, one from every local rank
+        dist.all_to_all_single(parts, sent, group=within_node)
+        summed = _sum(parts, within_node.size(), is_mean=is_mean)
+    with stage(*second) as across_nodes:
+        received = summed.new_empty(summed.numel())  # [node, shard]: mine
+        dist.all_to_all_single(received, summed, group=across_nodes)
+        output_tensor.copy_(_sum(received, num_nodes, is_mean=is_mean))
+        work = dist.barrier(group=across_nodes, async_op=True) if async_op else None
+    return None if work is None else StageWork(work, second)
+
+
+def _turn(target: torch.Tensor, source: torch.Tensor, rows: int, columns: int) -> None:
+    """Copy [row, column, shard] to [column, row, shard], both 1-D."""
+    shard = source.numel() // (rows * columns)
+    turned = source.view(rows, columns, shard).transpose(0, 1)
+    target.view(columns, rows, shard).copy_(turned)
 
 
 def cut(flat: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, ...]:

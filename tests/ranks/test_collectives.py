@@ -100,17 +100,37 @@ def expect_reductions_equal_flat(size: int, ranks_per_node: int) -> None:
                     assert difference <= tolerance * largest, case
 
 
+def expect_stages_equal_flat(size: int, ranks_per_node: int) -> None:
+    """As they are, and as if the blocks were large: one by one."""
+    for largest in (gloo.WHOLE_BLOCK_BYTES, -1):
+        with mock.patch.object(gloo, "WHOLE_BLOCK_BYTES", largest):
+            expect_gathers_equal_flat(size, ranks_per_node)
+            expect_reductions_equal_flat(size, ranks_per_node)
+
+
 @ranks(8)
 def test_two_stages_equal_one_on_2x2_2x4_4x2() -> None:
     for size, ranks_per_node in ((4, 2), (8, 4), (8, 2)):
-        expect_gathers_equal_flat(size, ranks_per_node)
-        expect_reductions_equal_flat(size, ranks_per_node)
+        expect_stages_equal_flat(size, ranks_per_node)
 
 
 @ranks(6)
 def test_two_stages_equal_one_on_3x2() -> None:
-    expect_gathers_equal_flat(6, 2)
-    expect_reductions_equal_flat(6, 2)
+    expect_stages_equal_flat(6, 2)
+
+
+@ranks(8)
+def test_blocks_of_any_size_are_summed_alike_bit_for_bit() -> None:
+    """In the order of the local ranks, then of the nodes, whether at once or one by one."""
+    group, stages = partition_group(8, 2)
+    reduce = HierarchicalReduceScatter(stages)
+    gradients = shard(8 * 4097, torch.float32)
+    sums = []
+    for largest in (1 << 20, -1):
+        with mock.patch.object(gloo, "WHOLE_BLOCK_BYTES", largest):
+            sums.append(poisoned(4097, torch.float32))
+            reduce(sums[-1], gradients.clone(), group, dist.ReduceOp.AVG)
+    assert torch.equal(*sums)
 
 
 @ranks(8)

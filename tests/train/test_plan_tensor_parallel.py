@@ -20,11 +20,12 @@ from mics_dtensor import Topology, explain
 from mics_dtensor.cli.plan import run
 from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import Layout
+from mics_dtensor.plan.options import Options
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
 from mics_dtensor.plan.shape import shape_of
 from mics_dtensor.plan.tensor_parallel import unit_messages
-from mics_dtensor.plan.traffic import Options, step_traffic
+from mics_dtensor.plan.traffic import step_traffic
 from mics_dtensor.train import device_shim
 from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.key import replace_at

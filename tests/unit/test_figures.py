@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from mics_dtensor.plan.traffic import Options, step_traffic
+from mics_dtensor.plan.options import Options
+from mics_dtensor.plan.traffic import step_traffic
 from scripts.figures import stages, timeline, traffic
 from scripts.figures.__main__ import FIGURES, FOLDER, LAYOUT
 

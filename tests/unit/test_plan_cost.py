@@ -10,10 +10,12 @@ from mics_dtensor.layout import GroupShape, Layout
 from mics_dtensor.plan.cluster import UNCERTAINTY, Cluster, Link, presets
 from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.plan.cost import between_s, extra_latency_s, inside_s, ring_latency_s, stage_s
+from mics_dtensor.plan.options import Options
 from mics_dtensor.plan.overlap import Overlap
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
 from mics_dtensor.plan.shape import ModelShape, preset_of, shape_of
+from mics_dtensor.plan.stage import Stage
 from mics_dtensor.plan.step import (
     Piece,
     StepTime,
@@ -24,7 +26,8 @@ from mics_dtensor.plan.step import (
     unit_compute_s,
     update_stages,
 )
-from mics_dtensor.plan.traffic import Options, Stage, Unit, step_traffic
+from mics_dtensor.plan.traffic import step_traffic
+from mics_dtensor.plan.unit import Unit
 from mics_dtensor.topology import Topology
 
 SHAPE = ModelShape(

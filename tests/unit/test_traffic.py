@@ -6,13 +6,10 @@ import pytest
 
 from mics_dtensor.layout import GroupShape, Layout, partition_sizes
 from mics_dtensor.plan.comparison import Comparison, over_all_ranks
-from mics_dtensor.plan.traffic import (
-    Options,
-    Traffic,
-    Unit,
-    buckets,
-    step_traffic,
-)
+from mics_dtensor.plan.options import WHOLE_BLOCK_BYTES, Options
+from mics_dtensor.plan.second_hop import buckets
+from mics_dtensor.plan.traffic import Traffic, step_traffic
+from mics_dtensor.plan.unit import Unit
 from mics_dtensor.topology import Topology
 
 
@@ -62,21 +59,23 @@ def test_inside_a_node() -> None:
     assert traffic.inter_node_bytes_per_micro_step == 0
 
 
-@pytest.mark.parametrize(("backend", "last"), [("gloo", "send"), ("nccl", "reduce_scatter")])
-def test_two_stages(backend: str, last: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "last", "calls"), [("gloo", "all_to_all", 2), ("nccl", "reduce_scatter", 4)]
+)
+def test_two_stages(backend: str, last: str, calls: int) -> None:
     """4 ranks on 2 nodes, one group: across, each place exchanges one shard with its one peer.
 
     Shard 100 bytes. Between nodes: 2 pairs x 2 edges x 1 shard = 400 bytes a gather, where one
     ring over all four sends 3 shards over its 2 edges between nodes: 600. Inside: 2 nodes x 2
-    blocks x 2 edges x 1 shard = 800.
+    blocks x 2 edges x 1 shard = 800; on gloo both blocks go in one call.
     """
     unit = unit_of(layout_of(4, 2, 4), (20, 5), gathers=1)
     options = Options(num_micro_steps=2, backend=backend)  # type: ignore[arg-type]
     traffic = step_traffic([unit], options)
     assert by_stage(traffic) == {
         "gather between nodes": (2, 2 * 400, 0),
-        "gather within the node": (4, 0, 2 * 800),
-        "reduce within the node": (4, 0, 2 * 800),
+        "gather within the node": (calls, 0, 2 * 800),
+        "reduce within the node": (calls, 0, 2 * 800),
         "reduce between nodes": (2, 2 * 400, 0),
         "agreement": (1, 48, 48),  # 16 bytes: 2 x 3/4 of it over each of 2 + 2 edges
     }
@@ -84,6 +83,26 @@ def test_two_stages(backend: str, last: str) -> None:
     flat = step_traffic([unit], replace(options, hierarchical=False, two_hop=False))
     assert by_stage(flat) == {"gather": (2, 1200, 1200), "reduce": (2, 1200, 1200)}
     assert traffic.inter_node_bytes_per_micro_step == 800
+
+
+def test_on_gloo_large_blocks_go_one_by_one() -> None:
+    """3 nodes of 2 ranks: a call a block inside, a message to each peer between. Same bytes."""
+    shard_rows = WHOLE_BLOCK_BYTES // (2 * 4)  # a block of two such shards is the largest at once
+    layout = layout_of(6, 2, 6)
+    for rows, kind, inside, between in ((0, "all_to_all", 1, 1), (1, "send", 3, 2)):
+        unit = unit_of(layout, (6 * (shard_rows + rows), 1), gathers=1)
+        stages = {
+            stage.name: stage for stage in step_traffic([unit], Options(backend="gloo")).stages
+        }
+        assert stages["gather within the node"].calls == inside
+        assert stages["reduce within the node"].calls == inside
+        assert stages["reduce between nodes"].calls == between
+        assert stages["reduce between nodes"].collective == kind
+        assert {stage.blocks for stage in stages.values()} == {1}  # gloo launches nothing together
+        on_nccl = step_traffic([unit], Options(backend="nccl"))
+        assert {s.name: (s.inter_node_bytes, s.intra_node_bytes) for s in on_nccl.stages} == {
+            name: (s.inter_node_bytes, s.intra_node_bytes) for name, s in stages.items()
+        }
 
 
 def test_itemsizes_padding_and_frozen_parameters() -> None:

@@ -12,10 +12,10 @@ from typing import Any
 from mics_dtensor.errors import ConfigError, PlanError
 from mics_dtensor.layout import Layout
 from mics_dtensor.plan.comparison import Comparison
+from mics_dtensor.plan.options import Options
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
 from mics_dtensor.plan.tensor_parallel import tied_slices
-from mics_dtensor.plan.traffic import Options
 from mics_dtensor.train.config import RunConfig, config_keys
 from mics_dtensor.train.degrees import num_micro_steps, resolve
 from mics_dtensor.train.key import value_at

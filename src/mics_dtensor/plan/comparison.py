@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mics_dtensor.layout import GroupShape
+from mics_dtensor.plan.options import Options
 from mics_dtensor.plan.slices import adam_bytes
 from mics_dtensor.plan.stage import Collective
 from mics_dtensor.plan.table import render
-from mics_dtensor.plan.traffic import Options, Traffic, Unit, step_traffic
+from mics_dtensor.plan.traffic import Traffic, step_traffic
+from mics_dtensor.plan.unit import Unit
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from mics_dtensor.plan.presets.units import traffic_units
 from mics_dtensor.plan.question import Question, Variant, variants_of
 from mics_dtensor.plan.shape import ModelShape, shape_of
 from mics_dtensor.plan.step import Work
-from mics_dtensor.plan.traffic import Unit
+from mics_dtensor.plan.unit import Unit
 
 
 def units_of(question: Question, layout: Layout, variant: Variant) -> tuple[Unit, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mics_dtensor.plan.step import Work
-from mics_dtensor.plan.traffic import Unit
+from mics_dtensor.plan.unit import Unit
 
 CONTEXT_BYTES = 1_000_000_000
 """CUDA's context, cuBLAS's workspace and the libraries' code: assumed, not measured here."""

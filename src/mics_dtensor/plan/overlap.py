@@ -9,7 +9,7 @@ from math import prod
 from mics_dtensor.plan.cluster import Cluster
 from mics_dtensor.plan.cost import message_bytes, stage_s
 from mics_dtensor.plan.stage import Stage
-from mics_dtensor.plan.traffic import Unit
+from mics_dtensor.plan.unit import Unit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import Layout, divisors, partition_sizes
 from mics_dtensor.plan.cluster import Cluster
 from mics_dtensor.plan.memory import Memory
+from mics_dtensor.plan.options import BUCKET_SIZE_BYTES
 from mics_dtensor.plan.overlap import Overlap
 from mics_dtensor.plan.presets import Preset
 from mics_dtensor.plan.presets.units import Policy
 from mics_dtensor.plan.shape import Checkpointing
-from mics_dtensor.plan.traffic import BUCKET_SIZE_BYTES
 from mics_dtensor.topology import Topology
 
 MAX_RANKS = 2**20

@@ -12,11 +12,13 @@ from mics_dtensor.plan.cluster import UNCERTAINTY, Cluster
 from mics_dtensor.plan.held import memory_of, units_of, work_of
 from mics_dtensor.plan.memory import Memory
 from mics_dtensor.plan.misfit import why_nothing_fits
+from mics_dtensor.plan.options import Options
 from mics_dtensor.plan.overlap import Overlap
 from mics_dtensor.plan.question import Question, Variant, has_stages, variants_of
 from mics_dtensor.plan.shape import ModelShape, shape_of
 from mics_dtensor.plan.step import StepTime, Work, step_time
-from mics_dtensor.plan.traffic import Options, Traffic, Unit, step_traffic
+from mics_dtensor.plan.traffic import Traffic, step_traffic
+from mics_dtensor.plan.unit import Unit
 
 RESOLUTION = 0.02
 """Steps that are this close are not told apart: published runs of one model scatter as much."""

@@ -15,7 +15,7 @@ class Stage:
     """What one stage of one unit kind does in an optimizer step.
 
     `calls` are those of one rank, in groups of the shape `group`; with NCCL the calls of a stage
-    inside the node are one launch of `blocks` calls.
+    inside the node are one launch of `blocks` calls, a block of each node.
     """
 
     unit: str

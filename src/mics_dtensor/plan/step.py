@@ -18,7 +18,8 @@ from mics_dtensor.plan.tensor_parallel import (
     unit_messages,
     width_of_products,
 )
-from mics_dtensor.plan.traffic import Traffic, Unit
+from mics_dtensor.plan.traffic import Traffic
+from mics_dtensor.plan.unit import Unit
 
 ADAMW_PASSES = 8
 """fp32 numbers a parameter moves: AdamW reads p, g, m, v and writes p, m, v; the norm reads g."""

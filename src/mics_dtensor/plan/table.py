@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from mics_dtensor.layout import GroupShape
 from mics_dtensor.plan.stage import Stage
-from mics_dtensor.plan.traffic import Traffic, Unit
+from mics_dtensor.plan.traffic import Traffic
+from mics_dtensor.plan.unit import Unit
 
 Row = tuple[str, ...]
 

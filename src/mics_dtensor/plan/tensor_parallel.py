@@ -15,7 +15,7 @@ from mics_dtensor.plan.cost import stage_s
 from mics_dtensor.plan.shape import Checkpointing, ModelShape
 from mics_dtensor.plan.stage import Collective, Stage
 from mics_dtensor.plan.timing import WAYS
-from mics_dtensor.plan.traffic import Unit
+from mics_dtensor.plan.unit import Unit
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
-from mics_dtensor.plan.traffic import BUCKET_SIZE_BYTES
+from mics_dtensor.plan.options import BUCKET_SIZE_BYTES
 from mics_dtensor.train.key import Key, key, keys
 from mics_dtensor.train.tables_job import (
     Job,

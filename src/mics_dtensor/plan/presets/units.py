@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import GroupShape, Layout
 from mics_dtensor.plan.presets import HEAD, TABLE, Preset, UnitShapes
-from mics_dtensor.plan.traffic import Unit
+from mics_dtensor.plan.unit import Unit
 
 COLUMNS = ("wqkv", "wq", "wk", "wv", "w1", "w3", "tok_embeddings", "lm_head")
 ROWS = ("wo", "w2")

@@ -1,0 +1,47 @@
+"""An FSDP unit as the planner sees it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from mics_dtensor.layout import GroupShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """`count` like FSDP units: parameters gathered and reduced in one message.
+
+    `shapes` are those of the parameters before sharding (one rank's part under tensor parallel),
+    `frozen` those without gradients, `repeated` those among `shapes` that are one parameter with
+    another: sent twice, trained once; itemsizes in bytes. `gathers` counts those of one micro-step:
+    2 if the backward gathers again, in the groups `regather` where it is not the whole partition
+    group that gathers then (integer reshard_after_forward). `reduces` counts the messages in which
+    its gradients go: more than one where parts of the unit are ready apart. `update_itemsize` is
+    that of the shards where optimizer states are sharded over the replicas.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    shard: GroupShape
+    replicate: GroupShape
+    frozen: tuple[tuple[int, ...], ...] = ()
+    repeated: tuple[tuple[int, ...], ...] = ()
+    count: int = 1
+    gathers: int = 2
+    reduces: int = 1
+    regather: GroupShape | None = None
+    gather_itemsize: int = 4
+    reduce_itemsize: int = 4
+    hop_itemsize: int = 4
+    update_itemsize: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements with gradients, of one unit, without padding."""
+        return sum(prod(shape) for shape in self.shapes)
+
+    def shard_numel(self, *, frozen: bool = False) -> int:
+        """Elements of one shard of the trainable (or frozen) parameters, with FSDP2's padding."""
+        shapes = self.frozen if frozen else self.shapes
+        return sum(-(-shape[0] // self.shard.size) * prod(shape[1:]) for shape in shapes)
