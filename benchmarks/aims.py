@@ -51,6 +51,7 @@ AIMS = (
     Aim(("mics", 1), ("hsdp", 1), 2.0),
     Aim(("mics-overlap", 1), ("fsdp2", 4), 3.6),
     Aim(("mics-overlap", 1), ("hsdp", 1), 2.0),
+    Aim(("mics-overlap-no-reshard", 1), ("hsdp-no-reshard", 1), 2.0),
     Aim(("mics", 2), ("hsdp", 2), 1.9),
     Aim(("mics-node-local", 2), ("hsdp", 2), 2.4),
     Aim(("mics-node-local", 2), ("mics", 2), 1.25),

@@ -9,7 +9,8 @@ one for all, put together by a copy. Everything but the boundary is the same in 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +25,71 @@ NUM_NODES, RANKS_PER_NODE = 4, 2
 
 def measure(*, rate: str, repetitions: int) -> dict[str, Any]:
     """A launch for each size; one object for the file."""
-    sizes = []
-    for dim in DIMS:
+    results, rows_of = in_turns(
+        (OWN, SHARED),
+        DIMS,
+        num_units=NUM_UNITS,
+        micro_steps=1,
+        partition_nodes=[Fraction(1)],
+        rate=rate,
+        repetitions=repetitions,
+        steps=4,
+    )
+    sizes = [
+        {"shard_bytes": 4 * dim * dim // RANKS_PER_NODE, "rows": rows}
+        for dim, rows in rows_of.items()
+    ]
+    return {**results, "sizes": sizes}
+
+
+def in_turns(
+    systems: Sequence[str],
+    dims: Sequence[int],
+    *,
+    num_units: int,
+    micro_steps: int,
+    partition_nodes: Sequence[Fraction],
+    rate: str,
+    repetitions: int,
+    steps: int = 2,
+) -> tuple[dict[str, Any], dict[int, list[dict[str, Any]]]]:
+    """Both systems in each launch, one for each width: the head of the file, and rows by width."""
+    rows_of = {}
+    for dim in dims:
         wanted = Run(
             num_nodes=NUM_NODES,
             ranks_per_node=RANKS_PER_NODE,
             rate=rate,
-            cases=Case.all_of((OWN, SHARED), [1.0], num_nodes=NUM_NODES),
+            cases=Case.all_of(systems, partition_nodes, num_nodes=NUM_NODES),
             workload={
                 "kind": "linears",
-                "micro_steps": 1,
+                "micro_steps": micro_steps,
                 "dim": dim,
-                "num_layers": NUM_UNITS,
+                "num_layers": num_units,
                 "batch_size": 4,
                 "sleep_ms": 0.0,
             },
             repetitions=repetitions,
             max_repetitions=2 * repetitions,
-            steps=4,
+            steps=steps,
             count_stages=False,
         )
         results = describe(wanted, run(wanted))
-        sizes.append({"shard_bytes": 4 * dim * dim // RANKS_PER_NODE, "rows": results.pop("rows")})
+        rows_of[dim] = results.pop("rows")
     del results["configuration"]["workload"]["dim"]  # it differs
-    return {**results, "sizes": sizes}
+    return results, rows_of
+
+
+def seconds_told(
+    rows: Sequence[dict[str, Any]], first: str, second: str
+) -> tuple[list[str], float]:
+    """Seconds of two systems as cells, and those of the first over those of the second."""
+    by_name = {row["system"]: row for row in rows}
+    its = [by_name[first], by_name[second]]
+    cells = [
+        f"{r['seconds_median']:.3f} ({r['seconds_min']:.3f}, {r['seconds_max']:.3f})" for r in its
+    ]
+    return cells, its[0]["seconds_median"] / its[1]["seconds_median"]
 
 
 def section(results: dict[str, Any]) -> Iterator[str]:
@@ -60,12 +102,7 @@ def section(results: dict[str, Any]) -> Iterator[str]:
     yield "| bytes of a unit's shard | own messages | one message | own over one |"
     yield "|---|---|---|---|"
     for size in results["sizes"]:
-        rows = {row["system"]: row for row in size["rows"]}
-        cells = [
-            f"{r['seconds_median']:.3f} ({r['seconds_min']:.3f}, {r['seconds_max']:.3f})"
-            for r in (rows[OWN], rows[SHARED])
-        ]
-        ratio = rows[OWN]["seconds_median"] / rows[SHARED]["seconds_median"]
+        cells, ratio = seconds_told(size["rows"], OWN, SHARED)
         yield f"| {size['shard_bytes']:,} | {' | '.join(cells)} | {ratio:.2f} |"
 
 

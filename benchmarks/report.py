@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks import aims, crossover, scaling
+from benchmarks import aims, blocks, crossover, scaling
 
 FOLDER = Path(__file__).parent / "results"
 
@@ -160,7 +160,7 @@ def _saving(results: dict[str, Any]) -> Iterator[str]:
         yield f"| {name} | {ratio:.2f} |"
 
 
-_MODULES: dict[str, Any] = {"launches": scaling, "sizes": crossover}
+_MODULES: dict[str, Any] = {"launches": scaling, "sizes": crossover, "blocks": blocks}
 _STAGES = ("forward", "backward", "reduction", "boundary")
 
 

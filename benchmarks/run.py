@@ -20,7 +20,15 @@ from benchmarks.referee import Referee
 
 SYSTEMS = (
     *("fsdp2", "hsdp", "mics", "mics-node-local", "mics-overlap"),
-    *("mics-own-messages", "mics-one-message", "mics-no-hierarchy", "mics-no-2hop"),
+    *("hsdp-no-reshard", "mics-overlap-no-reshard"),
+    *(
+        "mics-own-messages",
+        "mics-one-message",
+        "mics-at-once",
+        "mics-block-by-block",
+        "mics-no-hierarchy",
+        "mics-no-2hop",
+    ),
     *("mics-slices", "mics-bf16", "mics-slices-bf16"),
 )
 PEERS = ("deepspeed-zero3", "deepspeed-zero3-reuse0")

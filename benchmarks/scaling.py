@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.results import describe, tell
 from benchmarks.run import Case, Run, run
 
-SYSTEMS = ("fsdp2", "mics", "mics-overlap")
+SYSTEMS = ("fsdp2", "mics", "mics-overlap", "mics-overlap-no-reshard")
 DIM, NUM_LAYERS, BATCH_SIZE, MICRO_STEPS = 1024, 4, 4, 8
 
 
@@ -137,8 +137,9 @@ def section(results: dict[str, Any]) -> Iterator[str]:
             continue
         fsdp2_s = fsdp2[nodes[-1]]
         ratios = [
-            f"{system} {fsdp2_s / seconds(results, share, system)[nodes[-1]]:.2f}"
+            f"{system} {fsdp2_s / its[nodes[-1]]:.2f}"
             for system in SYSTEMS[1:]
+            if (its := seconds(results, share, system))
         ]
         yield ""
         yield f"Over FSDP2's throughput on {nodes[-1]} nodes: {', '.join(ratios)}."
@@ -155,7 +156,12 @@ def plot(path: Path) -> None:
     results = json.loads(path.read_text(encoding="utf-8"))
     shares = shares_of(results)
     figure, panels = plt.subplots(1, len(shares), figsize=(9, 3.8), sharey=True, squeeze=False)
-    styles = {"fsdp2": ("#8a8f98", "s"), "mics": ("#1f6fb2", "o"), "mics-overlap": ("#c2542d", "^")}
+    styles = {
+        "fsdp2": ("#8a8f98", "s"),
+        "mics": ("#1f6fb2", "o"),
+        "mics-overlap": ("#c2542d", "^"),
+        "mics-overlap-no-reshard": ("#2f8f5b", "v"),
+    }
     for share, panel in zip(shares, panels[0], strict=True):
         one_node_s = seconds(results, share, "mics")[1]
         for system, (colour, marker) in styles.items():

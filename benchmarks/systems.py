@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,11 @@ from mics_dtensor import (
     apply_mics,
     clip_grad_norm_,
     explain,
+    gloo,
     gradient_accumulation,
     init_mesh,
 )
+from mics_dtensor.plan.options import WHOLE_BLOCK_BYTES
 from mics_dtensor.sharded_states import MasterWeights, ReplicaShardedOptimizer
 
 
@@ -35,10 +38,12 @@ class Recipe:
 
     over_all_ranks: bool = False  # plain FSDP2 on a one-axis mesh
     hierarchical: bool = False
+    reshard: bool = True  # False: parameters stay gathered from the forward to the backward
     two_hop: bool = False  # False: FSDP2 all-reduces in every micro-step
     node_local_backward: bool = False
     overlap_boundary: bool = False
     bucket_size_bytes: int | None = None
+    whole_block_bytes: int = WHOLE_BLOCK_BYTES  # of gloo.py
     master_weights: MasterWeights | None = None  # optimizer states over the replicas
     param_dtype: torch.dtype | None = None  # in which parameters are gathered; sums are fp32
 
@@ -46,15 +51,20 @@ class Recipe:
     def configuration(self) -> dict[str, object]:
         """In words that its own documentation uses."""
         if self.over_all_ranks:
-            return {"fully_shard": "mesh of one axis over all ranks", "reshard_after_forward": True}
+            return {
+                "fully_shard": "mesh of one axis over all ranks",
+                "reshard_after_forward": self.reshard,
+            }
         its: dict[str, object] = {
             "fully_shard": "mesh (replicate, shard)",
-            "reshard_after_forward": True,
+            "reshard_after_forward": self.reshard,
             "apply_mics": self.options_of_mics if self._is_mics else None,
             "gradient_accumulation": self.options_of_accumulation if self.two_hop else None,
         }
         if self.master_weights is not None:
             its["ReplicaShardedOptimizer"] = {"master_weights": self.master_weights}
+        if self.whole_block_bytes != WHOLE_BLOCK_BYTES:
+            its["whole_block_bytes"] = self.whole_block_bytes
         if self.param_dtype is not None:
             its["param_dtype"] = str(self.param_dtype)
         return its
@@ -88,11 +98,17 @@ class Recipe:
 RECIPES = {
     "fsdp2": Recipe(over_all_ranks=True),
     "hsdp": Recipe(),
+    "hsdp-no-reshard": Recipe(reshard=False),
     "mics": Recipe(hierarchical=True, two_hop=True),
     "mics-node-local": Recipe(hierarchical=True, two_hop=True, node_local_backward=True),
     "mics-overlap": Recipe(hierarchical=True, two_hop=True, overlap_boundary=True),
+    "mics-overlap-no-reshard": Recipe(
+        hierarchical=True, two_hop=True, overlap_boundary=True, reshard=False
+    ),
     "mics-own-messages": Recipe(hierarchical=True, two_hop=True, bucket_size_bytes=1),
     "mics-one-message": Recipe(hierarchical=True, two_hop=True, bucket_size_bytes=1 << 40),
+    "mics-at-once": Recipe(hierarchical=True, two_hop=True, whole_block_bytes=1 << 40),
+    "mics-block-by-block": Recipe(hierarchical=True, two_hop=True, whole_block_bytes=-1),
     "mics-no-hierarchy": Recipe(two_hop=True),
     "mics-no-2hop": Recipe(hierarchical=True),
     "mics-slices": Recipe(hierarchical=True, two_hop=True, master_weights="fp32"),
@@ -121,7 +137,9 @@ class Training:
             layout = Layout(topology=topology, partition_size=partition_size)
             mesh = init_mesh(layout, device_type="cpu")
         for module in (*workload.units(self.model), self.model):
-            fully_shard(module, mesh=mesh, mp_policy=recipe.policy)
+            fully_shard(
+                module, mesh=mesh, mp_policy=recipe.policy, reshard_after_forward=recipe.reshard
+            )
         if recipe.hierarchical or recipe.two_hop:
             apply_mics(self.model, topology=topology, **recipe.options_of_mics)
         if recipe.master_weights is None:
@@ -143,6 +161,10 @@ class Training:
 
     def step(self, phases: Phases) -> float:
         """One optimizer step; the gradient norm before clipping."""
+        with mock.patch.object(gloo, "WHOLE_BLOCK_BYTES", self._recipe.whole_block_bytes):
+            return self._step(phases)
+
+    def _step(self, phases: Phases) -> float:
         two_hop = self._recipe.two_hop
         accumulation = (
             gradient_accumulation(

@@ -18,12 +18,24 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 def linears_traffic(run: dict[str, Any], row: dict[str, Any]) -> Traffic:
     """A step of the stack of linear layers as `benchmarks/systems.py` shards it, on gloo."""
+    unit = linears_unit(run, row)
+    options = Options(
+        num_micro_steps=row["micro_steps"],
+        hierarchical=row["system"] == "mics",
+        two_hop=unit.replicate.size > 1,
+        backend="gloo",
+    )
+    return step_traffic([unit], options)
+
+
+def linears_unit(run: dict[str, Any], row: dict[str, Any]) -> Unit:
+    """Its layers, as they are sharded."""
     node = run["ranks_per_node"]
     topology = Topology.uniform(world_size=run["num_nodes"] * node, ranks_per_node=node)
     size = round(row["partition_nodes"] * node)
     layout = Layout(topology=topology, partition_size=size)
     dim = run["workload"]["dim"]
-    unit = Unit(
+    return Unit(
         name="layers",
         count=run["workload"]["num_layers"],
         shapes=((dim, dim),),
@@ -34,13 +46,6 @@ def linears_traffic(run: dict[str, Any], row: dict[str, Any]) -> Traffic:
         reduce_itemsize=4,
         hop_itemsize=4,
     )
-    options = Options(
-        num_micro_steps=row["micro_steps"],
-        hierarchical=row["system"] == "mics",
-        two_hop=layout.num_replicas > 1,
-        backend="gloo",
-    )
-    return step_traffic([unit], options)
 
 
 def byte_cases(files: list[Path] | None = None) -> list[Case]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from harness.counting import count_collectives
 from harness.ranks import ranks
 
 from mics_dtensor.errors import ConfigError
@@ -15,6 +16,7 @@ from mics_dtensor.measure.collectives import sizes_between
 from mics_dtensor.measure.device import Shape
 from mics_dtensor.measure.groups import candidates
 from mics_dtensor.measure.survey import Survey, survey
+from mics_dtensor.measure.unit import unit_timings
 from mics_dtensor.plan.calibrate import cluster_toml
 from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.topology import Topology
@@ -55,6 +57,7 @@ def test_every_group_that_a_run_could_use_is_timed_once(tmp_path: Path) -> None:
     ours = [(t.collective, t.num_nodes, t.ranks_per_node) for t in found.hierarchical]
     assert ours == [("all_gather", 2, 2), ("reduce_scatter", 2, 2)]
     assert found.measured.peak_flops_per_s >= max(p.flops_per_s for p in found.measured.products)
+    assert len(found.measured.units) == 4
     assert set(found.measured.node_seconds) == {"node 0", "node 1"}
 
     texts: list[str] = [""] * 4
@@ -65,6 +68,20 @@ def test_every_group_that_a_run_could_use_is_timed_once(tmp_path: Path) -> None:
     path.write_text(texts[0])
     read = cluster(str(path))
     assert (read.ranks_per_node, read.measured_nodes, len(read.timings)) == (2, 2, 12)
+
+
+@ranks(4)
+def test_a_unit_is_timed_with_nothing_sent() -> None:
+    """Beside the clock's own barriers and maxima; and it is FSDP2's unit that runs."""
+    groups = candidates(
+        Topology.uniform(world_size=4, ranks_per_node=2), None, device_type=CPU.type
+    )
+    with count_collectives() as counted:
+        found = unit_timings(groups[0].group, (16, 256), CPU, repetitions=2)
+    assert [unit.message_bytes for unit in found] == [3 * 4 * 16**2, 3 * 4 * 256**2]
+    assert found[0].seconds > 0  # hooks of a unit cost far more than a product of 16 x 16
+    assert {call.kind for call in counted.calls} <= {"all_reduce", "barrier"}
+    assert all(call.message_bytes <= 8 * 2 for call in counted.calls if call.kind == "all_reduce")
 
 
 @ranks(4)

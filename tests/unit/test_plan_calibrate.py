@@ -15,6 +15,8 @@ from mics_dtensor.layout import GroupShape
 from mics_dtensor.plan.calibrate import (
     Measured,
     Product,
+    UnitTiming,
+    added_to_a_unit,
     cluster_toml,
     columns,
     links,
@@ -22,11 +24,17 @@ from mics_dtensor.plan.calibrate import (
     warnings,
 )
 from mics_dtensor.plan.cluster_file import cluster
-from mics_dtensor.plan.cost import message_bytes, stage_s
+from mics_dtensor.plan.cost import added_s, message_bytes, stage_s
 from mics_dtensor.plan.stage import Collective, Stage
 from mics_dtensor.plan.timing import WAYS, fitted, hop_between_s, hop_inside_s
+from mics_dtensor.plan.unit import Unit
 
 FILE = Path(__file__).parents[2] / "train_configs" / "llama3_8b_2x8.toml"
+
+
+def unit_timing(numel: int) -> UnitTiming:
+    """2 ms a unit, and a second for 1e9 bytes of its messages: 12 bytes an element."""
+    return UnitTiming(message_bytes=12 * numel, seconds=2e-3 + 12 * numel / 1e9)
 
 
 def measured(**changes: Any) -> Measured:
@@ -46,6 +54,7 @@ def measured(**changes: Any) -> Measured:
         memory_bytes=80_000_000_000,
         memory_bytes_per_s=1e12,
         overlap_slowdown=0.25,
+        units=tuple(unit_timing(numel) for numel in (10**4, 10**6, 10**8)),
         reserved_bytes=3_000_000_000,
         node_seconds={"a": 1.0, "b": 1.0},
     )
@@ -124,6 +133,52 @@ def test_c9_a_message_to_each_peer_is_an_all_to_all(tmp_path: Path) -> None:
         assert stage_s(each, read) == stage_s(whole, read) > 0
 
 
+def test_c10_what_fsdp2_adds_to_a_unit(tmp_path: Path) -> None:
+    """The two parameters are found again, and shared out over two gathers and a reduction."""
+    path = tmp_path / "cluster.toml"
+    path.write_text(cluster_toml(measured()))
+    its = cluster(str(path))
+    assert (its.unit_s, its.unit_s_per_byte) == (pytest.approx(2e-3), pytest.approx(1e-9))
+    shard = GroupShape(1, 4, 2)
+    unit = Unit(
+        name="u",
+        shapes=((400, 10),),
+        frozen=((100, 10),),
+        shard=shard,
+        replicate=GroupShape(2, 1, 4),
+        gather_itemsize=2,
+    )
+    forward, backward = added_s(unit, its)
+    assert forward.host_s == pytest.approx(2e-3 / 3)
+    assert backward.host_s == pytest.approx(2e-3 * 2 / 3)
+    assert forward.copies_s == pytest.approx(2 * 5000 * 1e-9)
+    assert backward.copies_s == pytest.approx((2 * 5000 + 4 * 4000) * 1e-9)
+    # A GPU computes while its host goes ahead; on CPU the host is what computes.
+    for products_s, hidden_s in ((1e-4, 1e-4), (1.0, 2e-3 / 3)):
+        alone_s = products_s + 2e-3 / 3 + 1e-5
+        assert forward.to(products_s, replace(its, gpu="cpu")) == pytest.approx(alone_s)
+        assert forward.to(products_s, its) == pytest.approx(alone_s - hidden_s)
+    nothing = added_to_a_unit([UnitTiming(message_bytes=12, seconds=-1e-6)])
+    assert nothing == added_to_a_unit([]) == (0.0, 0.0)
+
+
+def test_ranks_on_cpu_are_planned_as_they_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Over gloo nothing is sent beside products, however long those are."""
+    told = {}
+    for device in ("cpu", "test"):
+        path = tmp_path / f"{device}.toml"
+        slow = measured(ranks_per_node=8, device=device, peak_flops_per_s=1e10)
+        path.write_text(cluster_toml(replace(slow, timings=(timed("all_gather", 2, 8),))))
+        ask = ["plan", "--config-file", str(FILE), "--cluster", str(path), "--nodes", "4"]
+        assert main([*ask, "--training.global_batch_size", "64", "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        told[device] = next(row["time"] for row in rows if row["variant"]["partition_size"] == 32)
+    assert told["cpu"]["exposed_gather_s"] > 10 * told["test"]["exposed_gather_s"] > 0
+    assert told["cpu"]["compute_s"] > told["test"]["compute_s"]  # the host's part
+
+
 def test_between_and_beyond_the_sizes() -> None:
     its = timed("all_gather", 2, 4)
     assert its.seconds_of(1) == its.seconds[0]
@@ -198,6 +253,7 @@ def test_of_a_size_that_is_there_twice_the_faster_counts() -> None:
         ("ranks_per_node = 4\npeak", "ranks_per_node = 2\npeak", "measured on another cluster"),
         ('collective = "all_gather"', 'collective = "gather"', "of one of all_gather"),
         ("seconds = [", "seconds = [-1.0, ", "ascending sizes above 0 and a time above 0"),
+        ("unit_s = ", "unit_s = -", "give 0 or more seconds"),
         ("schema = 1", "schema = 2", "reads schema 1"),
         ("num_nodes = 2\nranks_per_node = 4\nsize", "ranks_per_node = 4\nsize", "lacks the key"),
     ],

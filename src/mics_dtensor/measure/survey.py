@@ -15,13 +15,17 @@ from mics_dtensor.measure.clock import own_seconds
 from mics_dtensor.measure.collectives import hierarchical_timings, timings
 from mics_dtensor.measure.device import Shape
 from mics_dtensor.measure.groups import Candidate, candidates
-from mics_dtensor.plan.calibrate import Measured
+from mics_dtensor.measure.unit import unit_timings
+from mics_dtensor.plan.calibrate import Measured, UnitTiming
 from mics_dtensor.plan.timing import Timing
 from mics_dtensor.topology import Topology
 from mics_dtensor.upstream import all_gather
 
 BESIDE_BYTES = 64 << 20
 """The gather that products run beside; a smaller one where no larger message is measured."""
+
+WIDTHS = ((1024, 2048, 4096, 8192), (128, 256, 512, 1024))
+"""Of the units that are timed, on a GPU and on CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +79,12 @@ def survey(
             size_bytes=beside,
             rounds=wanted.repetitions,
         )
+    units: list[UnitTiming] = []
+    if groups:
+        say("what FSDP2 adds to a unit")
+        smallest = groups[0].group
+        widths = WIDTHS[device.type == "cpu"]
+        units = unit_timings(smallest, widths, device, repetitions=wanted.repetitions)
     reserved = torch.tensor(on.reserved_bytes(device), device=device)
     dist.all_reduce(reserved, dist.ReduceOp.MAX)
     measured = Measured(
@@ -91,6 +101,7 @@ def survey(
             device, size_bytes=beside, repetitions=wanted.repetitions
         ),
         overlap_slowdown=slowdown,
+        units=tuple(units),
         reserved_bytes=int(reserved.item()),
         node_seconds=_node_seconds(wanted, topology, groups, device),
     )

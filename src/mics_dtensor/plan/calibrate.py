@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from statistics import median
 
 from mics_dtensor.errors import PlanError
-from mics_dtensor.plan.timing import WAYS, Fit, Timing, fitted, hop_between_s, hop_inside_s
+from mics_dtensor.plan.timing import (
+    WAYS,
+    Fit,
+    Timing,
+    fitted,
+    hop_between_s,
+    hop_inside_s,
+    two_parameters,
+)
 
 BAD_FIT = 0.3
 """A fit that misses a measured time by more than this is told."""
@@ -41,6 +49,17 @@ class Product:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UnitTiming:
+    """Seconds that FSDP2 adds to a unit and micro-step, nothing sent.
+
+    `message_bytes` are those of its two gathers and its reduction, whole.
+    """
+
+    message_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measured:
     """What `mics measure` found: all of a `cluster.toml`."""
 
@@ -55,6 +74,7 @@ class Measured:
     memory_bytes: int
     memory_bytes_per_s: float
     overlap_slowdown: float
+    units: tuple[UnitTiming, ...]
     reserved_bytes: int
     node_seconds: Mapping[str, float]
     """By host: a product and a collective inside the node, for the warning about a slow one."""
@@ -93,6 +113,15 @@ def links(timings: Iterable[Timing], ranks_per_node: int) -> tuple[LinkFit, Link
         hop_latency_s=median(hop_s) if hop_s else hop_in_s,
     )
     return within, across
+
+
+def added_to_a_unit(units: Sequence[UnitTiming]) -> tuple[float, float]:
+    """Seconds a unit, and seconds a byte of its messages (C10); both 0 where nothing was timed."""
+    timed = [unit for unit in units if unit.seconds > 0]
+    us = [1 / unit.seconds for unit in timed]
+    vs = [unit.message_bytes / unit.seconds for unit in timed]
+    host_s, per_byte_s = two_parameters(us, vs, [1.0] * len(timed))
+    return max(0.0, host_s), max(0.0, per_byte_s)
 
 
 def warnings(measured: Measured) -> list[str]:
@@ -139,6 +168,7 @@ def columns(timings: Sequence[Timing]) -> list[str]:
 def cluster_toml(measured: Measured) -> str:
     """The text of `cluster.toml`, schema 1 of docs/formats.md."""
     within, across = links(measured.timings, measured.ranks_per_node)
+    host_s, per_byte_s = added_to_a_unit(measured.units)
     hosts = ", ".join(_text(host) for host in measured.hosts)
     lines = [
         "# Written by `mics measure`; `mics plan --cluster THIS_FILE` takes it.",
@@ -157,6 +187,8 @@ def cluster_toml(measured: Measured) -> str:
         f"memory_bytes_per_s = {measured.memory_bytes_per_s:.6g}",
         f"reserved_bytes = {measured.reserved_bytes}",
         f"overlap_slowdown = {measured.overlap_slowdown:.4f}",
+        f"unit_s = {host_s:.6g}",
+        f"unit_s_per_byte = {per_byte_s:.6g}",
         'origin = "measured"',
     ]
     for name, link in (("intra_node", within), ("inter_node", across)):

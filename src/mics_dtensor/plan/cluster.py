@@ -73,9 +73,17 @@ class Cluster:
     """Measured on this cluster: used as they are where the group is the same (C7)."""
     overlap_slowdown: float = 0.0
     """Seconds that products lose for each second of messages beside them (T1)."""
+    unit_s: float = 0.0
+    unit_s_per_byte: float = 0.0
+    """What FSDP2 adds to a unit and micro-step beside products and messages (C10)."""
     reserved_bytes: int | None = None
     """What a rank holds beside tensors: context and buffers, measured; None: assumed."""
     measured_nodes: int | None = None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Ranks compute on CPU and send over gloo: the host is the device, and nothing overlaps."""
+        return self.gpu == "cpu"
 
     def timing_of(self, collective: Collective, group: GroupShape) -> Timing | None:
         """The measured timing of that collective in groups of that shape, if there is one."""
@@ -95,6 +103,8 @@ class Cluster:
             self,
             product_share=self.product_share * compute,
             memory_bytes_per_s=self.memory_bytes_per_s * compute,
+            unit_s=self.unit_s / compute,
+            unit_s_per_byte=self.unit_s_per_byte / compute,
             inside=replace(
                 self.inside, bandwidth_bytes_per_s=self.inside.bandwidth_bytes_per_s * inside
             ),
@@ -134,6 +144,9 @@ class Cluster:
         else:
             reserved = (f"{self.reserved_bytes / 1e9:.2f} GB", *mine)
         told = [("context and buffers of a rank", *reserved)]
+        if self.unit_s or self.unit_s_per_byte:
+            added = f"{self.unit_s * 1e6:.0f} us and {self.unit_s_per_byte * 1e12:.1f} us a MB"
+            told.append(("FSDP2 beside messages, a unit", added, *mine))
         told.append(("fragmentation", "3 %", "preset", "assumed (plan/memory.py)"))
         if self.timings:
             groups = {(t.num_nodes, t.ranks_per_node) for t in self.timings}

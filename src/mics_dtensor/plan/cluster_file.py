@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from itertools import pairwise
@@ -77,9 +78,18 @@ def _cluster(read: Mapping[str, Any], path: Path) -> Cluster:
         source=str(path),
         timings=timings,
         overlap_slowdown=float(its.get("overlap_slowdown", 0.0)),
+        unit_s=_added(its, "unit_s"),
+        unit_s_per_byte=_added(its, "unit_s_per_byte"),
         reserved_bytes=None if reserved is None else int(reserved),
         measured_nodes=its.get("num_nodes"),
     )
+
+
+def _added(read: Mapping[str, Any], key: str) -> float:
+    value = float(read.get(key, 0.0))
+    if not 0 <= value < math.inf:
+        raise PlanError(f"cluster.{key} = {value}; give 0 or more seconds")
+    return value
 
 
 def _timing(read: Mapping[str, Any], ranks_per_node: int) -> Timing:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mics_dtensor.errors import PlanError
 from mics_dtensor.plan.cluster import Cluster, Link
 from mics_dtensor.plan.stage import Stage
 from mics_dtensor.plan.timing import WAYS
+from mics_dtensor.plan.unit import Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Added:
+    """What the host does for a unit, and what the device copies for it."""
+
+    host_s: float
+    copies_s: float
+
+    def to(self, products_s: float, cluster: Cluster) -> float:
+        """Seconds of products with it: a host beside a GPU works ahead while that computes."""
+        host_s = self.host_s if cluster.on_cpu else max(0.0, self.host_s - products_s)
+        return products_s + host_s + self.copies_s
 
 
 def stage_s(stage: Stage, cluster: Cluster) -> float:
@@ -74,6 +88,19 @@ def _wire_s(total_bytes: float, stage: Stage, link: Link) -> float:
     ways = WAYS[stage.collective]
     share = link.share(total_bytes / launches / ways)
     return total_bytes / (link.bandwidth_bytes_per_s * share)
+
+
+def added_s(unit: Unit, cluster: Cluster) -> tuple[Added, Added]:
+    """What FSDP2 adds to the forward and the backward of one unit in a micro-step (C10)."""
+    gather = unit.gather_itemsize * (unit.shard_numel() + unit.shard_numel(frozen=True))
+    reduce = unit.reduce_itemsize * unit.shard_numel()
+    of_message_s = cluster.unit_s / (unit.gathers + 1)
+    of_byte_s = cluster.unit_s_per_byte * unit.shard.size
+    backward = (unit.gathers - 1) * gather + reduce
+    return (
+        Added(host_s=of_message_s, copies_s=of_byte_s * gather),
+        Added(host_s=unit.gathers * of_message_s, copies_s=of_byte_s * backward),
+    )
 
 
 def ring_latency_s(*, ranks: int, nodes: int, ways: int, cluster: Cluster) -> float:

@@ -153,6 +153,7 @@ def _step(question: Question, shape: ModelShape, layout: Layout, variant: Varian
         hierarchical=variant.hierarchical,
         two_hop=layout.num_replicas > 1,
         bucket_size_bytes=question.bucket_size_bytes,
+        backend="gloo" if question.cluster.on_cpu else "nccl",
     )
     work = work_of(question, shape, variant)
     return _Step(units, step_traffic(units, options), work, question.overlap)

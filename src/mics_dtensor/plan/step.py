@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import GroupShape
 from mics_dtensor.plan.cluster import Cluster
-from mics_dtensor.plan.cost import stage_s
+from mics_dtensor.plan.cost import added_s, stage_s
 from mics_dtensor.plan.overlap import Overlap, gathered_again, matrices, message_s
 from mics_dtensor.plan.shape import Checkpointing, ModelShape
 from mics_dtensor.plan.stage import Stage
@@ -151,6 +151,10 @@ def _pieces(
         if overlap.host is not None and work.checkpointing == "full":
             again *= 1 + gathered_again(matrices(unit), overlap.host.reuse_numel)
         forward_s, backward_s = unit_compute_s(unit, work, cluster)
+        if not overlap.by_matrix:
+            in_forward, in_backward = added_s(unit, cluster)
+            forward_s = in_forward.to(forward_s, cluster)
+            backward_s = in_backward.to(backward_s, cluster)
         pieces.append(
             Piece(
                 count=unit.count,

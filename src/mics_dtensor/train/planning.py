@@ -84,7 +84,7 @@ def question(
             reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
             chunked_loss=num_loss_chunks(config) > 1,
         ),
-        overlap=PROFILES["fsdp2"].on(cluster),
+        overlap=PROFILES["none" if cluster.on_cpu else "fsdp2"].on(cluster),
         micro_batches=() if freedom.variants else (training.local_batch_size,),
         checkpointings=("none", "op", "full") if freedom.variants else (_checkpointing(config),),
         hierarchies=(True, False) if freedom.variants else (mics.hierarchical,),
