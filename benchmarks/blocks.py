@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def measure(*, rate: str, repetitions: int) -> dict[str, Any]:
         DIMS,
         num_units=NUM_UNITS,
         micro_steps=MICRO_STEPS,
-        partition_nodes=[Fraction(nodes) for nodes in PARTITION_NODES],
+        partition_nodes=[float(nodes) for nodes in PARTITION_NODES],
         rate=rate,
         repetitions=repetitions,
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def measure(*, rate: str, repetitions: int) -> dict[str, Any]:
         DIMS,
         num_units=NUM_UNITS,
         micro_steps=1,
-        partition_nodes=[Fraction(1)],
+        partition_nodes=[1.0],
         rate=rate,
         repetitions=repetitions,
         steps=4,
@@ -48,7 +47,7 @@ def in_turns(
     *,
     num_units: int,
     micro_steps: int,
-    partition_nodes: Sequence[Fraction],
+    partition_nodes: Sequence[float],
     rate: str,
     repetitions: int,
     steps: int = 2,

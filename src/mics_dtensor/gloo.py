@@ -109,8 +109,11 @@ def _gather_at_once(
     async_op: bool,
 ) -> dist.Work | None:
     with stage(*first) as across_nodes:
-        staged = input_tensor.new_empty(across_nodes.size() * input_tensor.numel())
-        all_gather(staged, input_tensor, group=across_nodes)  # [node, shard]
+        # To every peer itself: gloo's ring hands a shard on, and waits n - 1 times until a rank
+        # gets to run, which takes longer than a small message.
+        mine = input_tensor.repeat(across_nodes.size())
+        staged = mine.new_empty(mine.numel())  # [node, shard]
+        dist.all_to_all_single(staged, mine, group=across_nodes)
     with stage(*second) as within_node:
         arrived = output_tensor.new_empty(output_tensor.numel())  # [local, node, shard]
         all_gather(arrived, staged, group=within_node)

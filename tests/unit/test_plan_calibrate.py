@@ -25,8 +25,10 @@ from mics_dtensor.plan.calibrate import (
 )
 from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.plan.cost import added_s, message_bytes, stage_s
+from mics_dtensor.plan.options import WHOLE_BLOCK_BYTES, Options
 from mics_dtensor.plan.stage import Collective, Stage
 from mics_dtensor.plan.timing import WAYS, fitted, hop_between_s, hop_inside_s
+from mics_dtensor.plan.traffic import step_traffic
 from mics_dtensor.plan.unit import Unit
 
 FILE = Path(__file__).parents[2] / "train_configs" / "llama3_8b_2x8.toml"
@@ -160,6 +162,24 @@ def test_c10_what_fsdp2_adds_to_a_unit(tmp_path: Path) -> None:
         assert forward.to(products_s, its) == pytest.approx(alone_s - hidden_s)
     nothing = added_to_a_unit([UnitTiming(message_bytes=12, seconds=-1e-6)])
     assert nothing == added_to_a_unit([]) == (0.0, 0.0)
+
+
+def test_c11_calls_beside_the_network_add_nothing(tmp_path: Path) -> None:
+    """Four nodes of two: of 4 blocks one gather and three reductions are hidden, on gloo alone."""
+    path = tmp_path / "cluster.toml"
+    path.write_text(cluster_toml(measured(ranks_per_node=2)))
+    its = cluster(str(path))
+    shapes = {"shard": GroupShape(4, 2, 1), "replicate": GroupShape(1, 1, 8)}
+    for rows, shown in ((WHOLE_BLOCK_BYTES, (3 / 4, 1 / 4)), (8, (1.0, 1.0))):
+        unit = Unit(name="u", shapes=((rows, 1),), count=3, **shapes)  # WHOLE_BLOCK: 4 bytes each
+        for backend, shares in (("gloo", shown), ("nccl", (1.0, 1.0))):
+            options = Options(num_micro_steps=2, backend=backend)  # type: ignore[arg-type]
+            stages = {s.name: s for s in step_traffic([unit], options).stages}
+            for name, share in zip(("gather", "reduce"), shares, strict=True):
+                stage = stages[f"{name} within the node"]
+                alone_s = stage_s(replace(stage, hidden_calls=0), its)
+                assert stage_s(stage, its) == pytest.approx(share * alone_s)
+                assert stages[f"{name} between nodes"].hidden_calls == 0
 
 
 def test_ranks_on_cpu_are_planned_as_they_run(

@@ -32,6 +32,9 @@ def stage_s(stage: Stage, cluster: Cluster) -> float:
     """
     if stage.collective == "send":
         return stage_s(as_all_to_all(stage), cluster)
+    if stage.hidden_calls:
+        alone = replace(stage, hidden_calls=0)
+        return (1 - stage.hidden_calls / stage.calls) * stage_s(alone, cluster)
     launches = stage.calls / stage.blocks
     timing = cluster.timing_of(stage.collective, stage.group)
     if timing is not None and launches:

@@ -20,8 +20,13 @@ def gathers(unit: Unit, options: Options) -> Iterator[Stage]:
         return
     if options.in_stages(unit.shard):
         across, _ = split(unit.shard)
-        yield _ring(unit, "gather between nodes", "all_gather", across, shard_bytes, times)
-        yield _within(unit, "gather within the node", "all_gather", shard_bytes, times, options)
+        inside = _within(unit, "gather within the node", "all_gather", shard_bytes, times, options)
+        at_once = options.backend == "gloo" and inside.calls == times
+        if not at_once and options.backend == "gloo":  # the node's own block comes meanwhile
+            inside = replace(inside, hidden_calls=times)
+        kind: Collective = "all_to_all" if at_once else "all_gather"
+        yield _ring(unit, "gather between nodes", kind, across, shard_bytes, times)
+        yield inside
     else:
         yield _ring(unit, "gather", "all_gather", unit.shard, shard_bytes, times)
     if again is not None and again.size > 1:  # a group of other ranks: never in two stages
@@ -46,9 +51,11 @@ def reductions(unit: Unit, options: Options) -> Iterator[Stage]:
         between = _ring(unit, "reduce between nodes", kind, across, shard_bytes, times)
         if on_gloo and inside.calls > times:  # to each peer, while the next block is reduced
             between = replace(between, collective="send", calls=times * (across.size - 1))
+            inside = replace(inside, hidden_calls=inside.calls - times)  # but for the first block
         stages += [inside, between]
     for stage in stages:
-        yield replace(stage, calls=stage.calls * unit.reduces)
+        hidden = stage.hidden_calls * unit.reduces
+        yield replace(stage, calls=stage.calls * unit.reduces, hidden_calls=hidden)
 
 
 def _within(

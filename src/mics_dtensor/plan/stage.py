@@ -15,7 +15,8 @@ class Stage:
     """What one stage of one unit kind does in an optimizer step.
 
     `calls` are those of one rank, in groups of the shape `group`; with NCCL the calls of a stage
-    inside the node are one launch of `blocks` calls, a block of each node.
+    inside the node are one launch of `blocks` calls, a block of each node. `hidden_calls` of them
+    are made while messages of the unit travel between nodes (gloo.py).
     """
 
     unit: str
@@ -27,6 +28,7 @@ class Stage:
     intra_node_bytes: int
     every_micro_step: bool
     blocks: int = 1
+    hidden_calls: int = 0
 
 
 def split(shard: GroupShape) -> tuple[GroupShape, GroupShape]:
