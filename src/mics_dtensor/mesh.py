@@ -17,6 +17,11 @@ from mics_dtensor.upstream import set_timeout, timeout_of
 Ranks = tuple[int, ...]
 
 
+def mesh_over(group: dist.ProcessGroup, *, device_type: str) -> DeviceMesh:
+    """A mesh of the one axis "shard" over a group that is there already. Not collective."""
+    return DeviceMesh.from_group(group, device_type, mesh_dim_names=("shard",))
+
+
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
     """The ranks of a group, ascending: what groups are compared by, since objects may differ."""
     return () if group is None else tuple(dist.get_process_group_ranks(group))

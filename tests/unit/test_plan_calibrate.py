@@ -167,7 +167,7 @@ def test_c10_what_fsdp2_adds_to_a_unit(tmp_path: Path) -> None:
 def test_c11_calls_beside_the_network_add_nothing(tmp_path: Path) -> None:
     """Four nodes of two: of 4 blocks one gather and three reductions are hidden, on gloo alone."""
     path = tmp_path / "cluster.toml"
-    path.write_text(cluster_toml(measured(ranks_per_node=2)))
+    path.write_text(cluster_toml(measured(ranks_per_node=2, timings=(timed("all_gather", 1, 2),))))
     its = cluster(str(path))
     shapes = {"shard": GroupShape(4, 2, 1), "replicate": GroupShape(1, 1, 8)}
     for rows, shown in ((WHOLE_BLOCK_BYTES, (3 / 4, 1 / 4)), (8, (1.0, 1.0))):
@@ -187,16 +187,18 @@ def test_ranks_on_cpu_are_planned_as_they_run(
 ) -> None:
     """Over gloo nothing is sent beside products, however long those are."""
     told = {}
-    for device in ("cpu", "test"):
+    for device, units in (("cpu", ()), ("cpu", measured().units), ("test", ())):
         path = tmp_path / f"{device}.toml"
-        slow = measured(ranks_per_node=8, device=device, peak_flops_per_s=1e10)
+        slow = measured(ranks_per_node=8, device=device, peak_flops_per_s=1e10, units=units)
         path.write_text(cluster_toml(replace(slow, timings=(timed("all_gather", 2, 8),))))
         ask = ["plan", "--config-file", str(FILE), "--cluster", str(path), "--nodes", "4"]
         assert main([*ask, "--training.global_batch_size", "64", "--json"]) == 0
         rows = json.loads(capsys.readouterr().out)["rows"]
-        told[device] = next(row["time"] for row in rows if row["variant"]["partition_size"] == 32)
-    assert told["cpu"]["exposed_gather_s"] > 10 * told["test"]["exposed_gather_s"] > 0
-    assert told["cpu"]["compute_s"] > told["test"]["compute_s"]  # the host's part
+        its = next(row["time"] for row in rows if row["variant"]["partition_size"] == 32)
+        told[device, bool(units)] = its
+    on_cpu, with_units, on_gpu = told.values()
+    assert on_cpu["exposed_gather_s"] > 10 * on_gpu["exposed_gather_s"] > 0
+    assert with_units["compute_s"] > 1.0 + on_cpu["compute_s"]  # copies of 8B, at 1e9 a second
 
 
 def test_between_and_beyond_the_sizes() -> None:

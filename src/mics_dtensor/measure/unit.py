@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mics_dtensor.collectives import FlatAllGather, FlatReduceScatter
 from mics_dtensor.measure.clock import of_the_slowest, own_seconds
 from mics_dtensor.measure.device import dtype_of
+from mics_dtensor.mesh import mesh_over
 from mics_dtensor.plan.calibrate import UnitTiming
 
 NUM_UNITS = 4
@@ -55,7 +55,7 @@ def _timing(
 ) -> UnitTiming:
     dtype = dtype_of(device)
     rows = torch.randn(ROWS, width, device=device, dtype=dtype)
-    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",))
+    mesh = mesh_over(group, device_type=device.type)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     seconds = []
     for sharded in (True, False):

@@ -28,7 +28,8 @@ def stage_s(stage: Stage, cluster: Cluster) -> float:
     """Seconds of all calls of a stage in an optimizer step, one after the other (C1).
 
     All groups of the world call at once: a node's NIC carries the bytes of all its ranks. Where
-    this very collective was measured in groups of this shape, its timing decides (C7).
+    this very collective was measured in groups of this shape, its timing decides (C7). What is
+    done while other messages of the unit travel takes no time of its own (C11).
     """
     if stage.collective == "send":
         return stage_s(as_all_to_all(stage), cluster)

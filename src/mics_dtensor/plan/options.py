@@ -14,12 +14,12 @@ Measured (benchmarks/results, `crossover`): from 512 KiB on a message for all is
 copy costs what the fewer messages save; twice that, for links that are faster than those.
 """
 
-WHOLE_BLOCK_BYTES = 2**18
+WHOLE_BLOCK_BYTES = 2**19
 """On gloo the stages of a unit whose block of a node is no larger are one call each, the
 blocks put in order by a copy; those of a larger one go block by block, each stage working while
 the other waits (gloo.py).
 
-Measured (docs/benchmarks.md): below it calls cost more than what they would overlap.
+Measured (benchmarks/results, `blocks`): below it calls cost more than what they would hide.
 """
 
 
