@@ -218,7 +218,8 @@ def test_integer_reshard_gathers_the_second_time_inside_the_node() -> None:
     with count_collectives() as counted:
         model(batch(dist.get_rank())).sum().backward()
     rank = dist.get_rank()
-    assert counted.num("all_gather", ranks=(rank % 2, rank % 2 + 2)) == 3
-    # Three units, two blocks each in the forward, and one gather each in the backward.
-    assert counted.num("all_gather", ranks=(rank // 2 * 2, rank // 2 * 2 + 1)) == 6 + 3
+    # Three units; between nodes a gather of the forward, and a reduction, each an exchange.
+    assert counted.num("all_to_all", ranks=(rank % 2, rank % 2 + 2)) == 3 + 3
+    # Inside the node a gather in the forward, and one in the backward.
+    assert counted.num("all_gather", ranks=(rank // 2 * 2, rank // 2 * 2 + 1)) == 3 + 3
     assert counted.num("all_gather", ranks=range(4)) == 0

@@ -170,8 +170,8 @@ def test_c11_calls_beside_the_network_add_nothing(tmp_path: Path) -> None:
     path.write_text(cluster_toml(measured(ranks_per_node=2, timings=(timed("all_gather", 1, 2),))))
     its = cluster(str(path))
     shapes = {"shard": GroupShape(4, 2, 1), "replicate": GroupShape(1, 1, 8)}
-    for rows, shown in ((WHOLE_BLOCK_BYTES, (3 / 4, 1 / 4)), (8, (1.0, 1.0))):
-        unit = Unit(name="u", shapes=((rows, 1),), count=3, **shapes)  # WHOLE_BLOCK: 4 bytes each
+    for rows, shown in ((2 * WHOLE_BLOCK_BYTES, (3 / 4, 1 / 4)), (8, (1.0, 1.0))):
+        unit = Unit(name="u", shapes=((rows, 1),), count=3, **shapes)  # 4 bytes a row
         for backend, shares in (("gloo", shown), ("nccl", (1.0, 1.0))):
             options = Options(num_micro_steps=2, backend=backend)  # type: ignore[arg-type]
             stages = {s.name: s for s in step_traffic([unit], options).stages}
