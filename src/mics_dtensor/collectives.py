@@ -82,16 +82,16 @@ class HierarchicalAllGather(FlatAllGather):
     1. across_nodes: each rank exchanges its shard with its peers at the same place in the other
        nodes; it then holds one shard of each node.
     2. within_node: per node, the local ranks exchange those shards. Each block lands at its final
-       place, so nothing is re-ordered. One launch on NCCL; on gloo (gloo.py) the blocks come one by
-       one, the node's own while the first stage is under way.
+       place, so nothing is re-ordered. One launch on NCCL; on gloo (gloo.py) small blocks come
+       at once (but for `by_block`), others one by one, the node's own during the first stage.
 
     Of any dtype: the stages move bytes. `unit` names the FSDP unit in errors and traces. A group of
     other ranks (integer reshard_after_forward gathers over a smaller one) takes the flat path.
     """
 
-    def __init__(self, stages: Stages, *, unit: str = "") -> None:
+    def __init__(self, stages: Stages, *, unit: str = "", by_block: bool = False) -> None:
         super().__init__(unit=unit)
-        self.stages = stages
+        self.stages, self.by_block = stages, by_block
 
     def __call__(
         self,
@@ -109,6 +109,7 @@ class HierarchicalAllGather(FlatAllGather):
                 input_tensor,
                 stages=self.stages,
                 unit=self.unit,
+                by_block=self.by_block,
                 async_op=async_op,
             )
         with _own_stream(input_tensor.device, wanted=async_op):
@@ -140,9 +141,9 @@ class HierarchicalReduceScatter(FlatReduceScatter):
     gloo (gloo.py) what other nodes wait for goes first, and sums are ours, in fp32.
     """
 
-    def __init__(self, stages: Stages, *, unit: str = "") -> None:
+    def __init__(self, stages: Stages, *, unit: str = "", by_block: bool = False) -> None:
         super().__init__(unit=unit)
-        self.stages = stages
+        self.stages, self.by_block = stages, by_block
 
     def __call__(
         self,
@@ -162,6 +163,7 @@ class HierarchicalReduceScatter(FlatReduceScatter):
                 op,
                 stages=self.stages,
                 unit=self.unit,
+                by_block=self.by_block,
                 async_op=async_op,
             )
         with _own_stream(input_tensor.device, wanted=async_op):

@@ -23,6 +23,7 @@ def gather_on_gloo(
     *,
     stages: Stages,
     unit: str,
+    by_block: bool,
     async_op: bool,
 ) -> dist.Work | None:
     """Gather between nodes; meanwhile, inside the node, what the node has itself; then the rest.
@@ -32,7 +33,7 @@ def gather_on_gloo(
     num_nodes, me = stages.num_nodes, stages.across_nodes.rank()
     first = ("gather between nodes", unit, stages.across_nodes)
     second = ("gather within the node", unit, stages.within_node)
-    if output_tensor.nbytes <= num_nodes * WHOLE_BLOCK_BYTES:
+    if output_tensor.nbytes <= num_nodes * WHOLE_BLOCK_BYTES and not by_block:
         return _gather_at_once(output_tensor, input_tensor, first, second, async_op=async_op)
     mine = input_tensor.clone()  # is still sent while the second stage writes the output
     staged = mine.new_empty(num_nodes * mine.numel())  # [node, shard]
@@ -58,6 +59,7 @@ def reduce_on_gloo(
     *,
     stages: Stages,
     unit: str,
+    by_block: bool,
     async_op: bool,
 ) -> dist.Work | None:
     """Reduce the blocks of other nodes first: each travels while the next is reduced.
@@ -68,7 +70,7 @@ def reduce_on_gloo(
     first = ("reduce within the node", unit, stages.within_node)
     second = ("reduce between nodes", unit, stages.across_nodes)
     is_mean = op == dist.ReduceOp.AVG
-    if input_tensor.nbytes <= num_nodes * WHOLE_BLOCK_BYTES:
+    if input_tensor.nbytes <= num_nodes * WHOLE_BLOCK_BYTES and not by_block:
         return _reduce_at_once(
             output_tensor, input_tensor, first, second, is_mean=is_mean, async_op=async_op
         )

@@ -174,7 +174,7 @@ class SlicesSent:
                 for row, its, size in zip(message, cuts, sizes, strict=True):
                     row[:size] = torch.cat([flat[start:end] for start, end in its])
             self._received = flat.new_empty(max(sizes))
-            HierarchicalReduceScatter(stages, unit="slices")(
+            HierarchicalReduceScatter(stages, unit="slices", by_block=True)(
                 self._received, message.view(-1), group, dist.ReduceOp.SUM
             )
             self._received = self._received[: self._size]
@@ -254,7 +254,7 @@ class SlicesGathered:
         self._rows = whole.view(group.size(), share)
         own = whole[self._me * share : (self._me + 1) * share]
         if stages is not None:
-            hierarchical = HierarchicalAllGather(stages, unit="slices")
+            hierarchical = HierarchicalAllGather(stages, unit="slices", by_block=True)
             self._work = hierarchical(whole, own, group, async_op)
         else:
             self._work = all_gather(whole, own, group=group, async_op=async_op)
