@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mics_dtensor.errors import ConfigError, PlanError
-from mics_dtensor.plan.calibrate import Measured, cluster_toml, columns, warnings
+from mics_dtensor.plan.calibrate import Measured, added_to_a_unit, cluster_toml, columns, warnings
 from mics_dtensor.plan.cluster import gpu_named, presets
 from mics_dtensor.plan.nccl_tests import cluster_of_reports
 from mics_dtensor.plan.presets import Preset, preset
@@ -138,6 +138,7 @@ def _measured(options: argparse.Namespace, smallest: int, largest: int) -> str:
 
 def told(measured: Measured) -> list[str]:
     """The constants beside the tables, and what to beware of."""
+    host_s, per_byte_s = added_to_a_unit(measured.units)
     memory_gb, reserved_gb = measured.memory_bytes / 1e9, measured.reserved_bytes / 1e9
     return [
         "products:",
@@ -149,6 +150,8 @@ def told(measured: Measured) -> list[str]:
         f"  all of them {measured.product_share:.3f} of the peak of "
         f"{measured.peak_flops_per_s / 1e12:.4g} TFLOP/s; they lose "
         f"{measured.overlap_slowdown:.2f} s for each second of messages beside them",
+        f"FSDP2 adds {host_s * 1e6:.0f} us to a unit and micro-step, and "
+        f"{per_byte_s * 1e12:.0f} us for each MB of its messages",
         f"memory: {memory_gb:.1f} GB at {measured.memory_bytes_per_s / 1e9:.4g} GB/s, of which "
         f"{reserved_gb:.2f} GB are held beside tensors",
         *(f"warning: {words}" for words in warnings(measured)),
