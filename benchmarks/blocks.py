@@ -8,13 +8,10 @@ order by a copy, or block by block, each stage working while the other waits.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from benchmarks.crossover import NUM_NODES, in_turns, seconds_told
-from benchmarks.results import tell
+from benchmarks.crossover import NUM_NODES, command, in_turns, seconds_told
 
 AT_ONCE, BY_BLOCK = "mics-at-once", "mics-block-by-block"
 NUM_UNITS, MICRO_STEPS = 4, 4
@@ -63,12 +60,7 @@ def section(results: dict[str, Any]) -> Iterator[str]:
 
 def main() -> None:
     """Parse and measure."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.blocks", description=__doc__)
-    parser.add_argument("--rate", default="400mbit", help="of each node's link, as tc writes it")
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="where to write the results")
-    given = parser.parse_args()
-    tell(lambda: measure(rate=given.rate, repetitions=given.repetitions), section, given.json)
+    command("blocks", __doc__, measure, section)
 
 
 if __name__ == "__main__":

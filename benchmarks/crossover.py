@@ -9,7 +9,7 @@ one for all, put together by a copy. Everything but the boundary is the same in 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,17 @@ def section(results: dict[str, Any]) -> Iterator[str]:
 
 def main() -> None:
     """Parse and measure."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.crossover", description=__doc__)
+    command("crossover", __doc__, measure, section)
+
+
+def command(
+    name: str,
+    description: str | None,
+    measure: Callable[..., dict[str, Any]],
+    section: Callable[[dict[str, Any]], Iterator[str]],
+) -> None:
+    """Parse, and run `measure(rate=, repetitions=)`: also of benchmarks/blocks.py."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--rate", default="400mbit", help="of each node's link, as tc writes it")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", type=Path, help="where to write the results")

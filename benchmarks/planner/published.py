@@ -35,6 +35,9 @@ GPUS = {
 }
 
 
+BF16 = Policy(reduce_itemsize=2, hop_itemsize=2, chunked_loss=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """One run of a model, as the cost model sees it."""
@@ -147,11 +150,18 @@ def dense(read: dict[str, Any]) -> ModelShape:
 
 
 def mpt(row: dict[str, Any]) -> Setting:
-    """A row of llm-foundry (S19): FSDP over all ranks; "full" stops early, as torch's default."""
+    """A row of llm-foundry (S19): FSDP over all ranks."""
     known = {model["name"]: model for model in DATA["model"]}
     shape = dense(known.get(row["model"].removeprefix("MPT-"), MPT_125M))
     # H100 rows do not say their network: 3,200 Gbit/s, as all H100 presets.
     its = cluster_of(row["gpu"], row.get("nic_total_gbit_per_s", 3200))
+    return fsdp1(row, shape, its, profile="fsdp2", micro_steps=row["grad_accum"])
+
+
+def fsdp1(
+    row: dict[str, Any], shape: ModelShape, its: Cluster, *, profile: str, micro_steps: int
+) -> Setting:
+    """A run on torch's first FSDP, in bf16; "full" stops early, as torch's default."""
     checkpointing: Checkpointing = "early" if row["activation_checkpoint"] == "full" else "none"
     return Setting(
         shape=shape,
@@ -164,9 +174,9 @@ def mpt(row: dict[str, Any]) -> Setting:
             micro_batch=row["micro_batch"],
             checkpointing=checkpointing,
         ),
-        micro_steps=row["grad_accum"],
-        overlap=PROFILES["fsdp2"].on(its),
-        policy=Policy(reduce_itemsize=2, hop_itemsize=2, chunked_loss=False),
+        micro_steps=micro_steps,
+        overlap=PROFILES[profile].on(its),
+        policy=BF16,
     )
 
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.planner.published import (
+    BF16,
     DATA,
     Case,
     Setting,
     cluster_of,
     dense,
+    fsdp1,
     rows_of,
     tokens_per_s,
 )
 from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.plan.overlap import PROFILES
-from mics_dtensor.plan.presets.units import Policy
-from mics_dtensor.plan.shape import Checkpointing, ModelShape
+from mics_dtensor.plan.shape import ModelShape
 from mics_dtensor.plan.step import Work
-
-BF16 = Policy(reduce_itemsize=2, hop_itemsize=2, chunked_loss=False)
 
 
 def _shape(row: dict[str, Any]) -> ModelShape:
@@ -63,25 +62,10 @@ def internlm_cases() -> list[Case]:
 
 
 def ibm(row: dict[str, Any]) -> Setting:
-    """Llama 2 by IBM (S42): FSDP or HSDP of torch; "full" stops early, as torch's default."""
-    shape, on_efa = _shape(row), "node" in row
+    """Llama 2 by IBM (S42): FSDP or HSDP of torch."""
+    on_efa = "node" in row
     its = cluster("p4de") if on_efa else cluster_of(row["gpu"], row["nic_total_gbit_per_s"])
-    checkpointing: Checkpointing = "early" if row["activation_checkpoint"] == "full" else "none"
-    return Setting(
-        shape=shape,
-        cluster=its,
-        gpus=row["gpus"],
-        partition_size=row["partition_group"],
-        work=Work(
-            shape=shape,
-            seq_len=row["seq"],
-            micro_batch=row["micro_batch"],
-            checkpointing=checkpointing,
-        ),
-        micro_steps=1,
-        overlap=PROFILES["hsdp"].on(its),
-        policy=BF16,
-    )
+    return fsdp1(row, _shape(row), its, profile="hsdp", micro_steps=1)
 
 
 def ibm_cases() -> list[Case]:

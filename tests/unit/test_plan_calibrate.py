@@ -5,6 +5,7 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from harness.timings import SIZES, timed
@@ -12,6 +13,7 @@ from harness.timings import SIZES, timed
 from mics_dtensor.cli import main
 from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import GroupShape
+from mics_dtensor.plan import search
 from mics_dtensor.plan.calibrate import (
     Measured,
     Product,
@@ -192,7 +194,11 @@ def test_ranks_on_cpu_are_planned_as_they_run(
         slow = measured(ranks_per_node=8, device=device, peak_flops_per_s=1e10, units=units)
         path.write_text(cluster_toml(replace(slow, timings=(timed("all_gather", 2, 8),))))
         ask = ["plan", "--config-file", str(FILE), "--cluster", str(path), "--nodes", "4"]
-        assert main([*ask, "--training.global_batch_size", "64", "--json"]) == 0
+        ask += ["--training.global_batch_size", "64", "--json"]
+        with mock.patch.object(search, "step_traffic", wraps=step_traffic) as asked:
+            assert main(ask) == 0
+        backends = {call.args[1].backend for call in asked.call_args_list}
+        assert backends == {"gloo" if device == "cpu" else "nccl"}
         rows = json.loads(capsys.readouterr().out)["rows"]
         its = next(row["time"] for row in rows if row["variant"]["partition_size"] == 32)
         told[device, bool(units)] = its
