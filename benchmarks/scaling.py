@@ -5,7 +5,7 @@
 
 The batch of a rank is fixed. All ranks share the cores of one machine, where real compute cannot
 scale: a sleep stands in for an accelerator's, of a given share of a step on one node. All systems
-run at the first share, MiCS alone at the others, which keeps the whole under ten minutes. The
+run at the first share, MiCS alone at the others, to keep the whole short. The
 second command draws FILE.png and FILE.svg beside FILE.json.
 """
 
