@@ -46,9 +46,14 @@ def test_it_trains_as_torchtitan_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("degree", [1, 2])
 @ranks(8, timeout_s=150)
-def test_both_tables_are_planned_explained_and_sent(tmp_path: Path, chunks: int) -> None:
+def test_what_is_sent_is_planned_and_explained(tmp_path: Path, degree: int, chunks: int) -> None:
+    """With a loss in chunks the table is reduced for the head, and again for the embedding."""
     its = (f"--loss.num_chunks={chunks}", "--metrics.log_freq=100")
+    its += (f"--parallelism.tensor_parallel_degree={degree}",)
+    its += (f"--parallelism.data_parallel_replicate_degree={4 // degree}",)
+    its += (f"--training.global_batch_size={8 // degree}",)  # one micro-step
     config, layout = configured(tmp_path, *SMALL, *its)
     trainer = ours(config, layout)
     trainer._progress = None

@@ -105,6 +105,32 @@ def test_on_gloo_large_blocks_go_one_by_one() -> None:
         }
 
 
+def test_messages_of_a_unit_that_is_reduced_in_parts() -> None:
+    """Each goes as its own size says; parts of a whole are the whole, and what goes twice counts
+    twice. The gathers are one message as before.
+    """
+    layout = layout_of(16, 2, 8)
+    large, small = (8, 2 * WHOLE_BLOCK_BYTES // 8), (8, 2)
+    whole = unit_of(layout, small, large)
+    parts = replace(whole, reduced=((large,), (small,)))
+    twice = replace(whole, reduced=((large,), (small, large)))
+    for backend in ("nccl", "gloo"):
+        options = Options(backend=backend)
+        sent = [by_stage(step_traffic([unit], options)) for unit in (whole, parts, twice)]
+        for name in ("reduce within the node", "reduce between nodes"):
+            (_, *one), (calls, *two), (_, *three) = (each.pop(name) for each in sent)
+            assert two == one
+            of_large = by_stage(step_traffic([unit_of(layout, large)], options))[name]
+            assert three == [a + b for a, b in zip(one, of_large[1:], strict=True)]
+            of_small = by_stage(step_traffic([unit_of(layout, small)], options))[name]
+            assert calls == of_large[0] + of_small[0]
+        assert sent[0] == sent[1] == sent[2]
+    within = [
+        s for s in step_traffic([parts], options).stages if s.name == "reduce within the node"
+    ]
+    assert [s.calls for s in within] == [4, 1]  # on gloo the large one block by block
+
+
 def test_itemsizes_padding_and_frozen_parameters() -> None:
     """5 rows over 4 shards are padded to 8; a frozen parameter is gathered and not reduced."""
     unit = unit_of(layout_of(4, 4, 4), (5, 3), gathers=1, gather_itemsize=2, reduce_itemsize=4)

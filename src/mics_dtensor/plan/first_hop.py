@@ -35,27 +35,28 @@ def gathers(unit: Unit, options: Options) -> Iterator[Stage]:
 
 
 def reductions(unit: Unit, options: Options) -> Iterator[Stage]:
-    """The stages that sum a unit's gradients over its partition group."""
-    shard_bytes = unit.reduce_itemsize * unit.shard_numel()
-    times = unit.count * options.num_micro_steps
+    """The stages that sum a unit's gradients over its partition group, message by message."""
     if unit.shard.size == 1:
         return
-    stages: list[Stage] = []
+    for numel in unit.reduced_numels:
+        yield from _reduction(unit, unit.reduce_itemsize * numel, options)
+
+
+def _reduction(unit: Unit, shard_bytes: int, options: Options) -> Iterator[Stage]:
+    times = unit.count * options.num_micro_steps
     if not options.in_stages(unit.shard):
-        stages.append(_ring(unit, "reduce", "reduce_scatter", unit.shard, shard_bytes, times))
-    else:
-        across, _ = split(unit.shard)
-        on_gloo = options.backend == "gloo"
-        kind: Collective = "all_to_all" if on_gloo else "reduce_scatter"
-        inside = _within(unit, "reduce within the node", kind, shard_bytes, times, options)
-        between = _ring(unit, "reduce between nodes", kind, across, shard_bytes, times)
-        if on_gloo and inside.calls > times:  # to each peer, while the next block is reduced
-            between = replace(between, collective="send", calls=times * (across.size - 1))
-            inside = replace(inside, hidden_calls=inside.calls - times)  # but for the first block
-        stages += [inside, between]
-    for stage in stages:
-        hidden = stage.hidden_calls * unit.reduces
-        yield replace(stage, calls=stage.calls * unit.reduces, hidden_calls=hidden)
+        yield _ring(unit, "reduce", "reduce_scatter", unit.shard, shard_bytes, times)
+        return
+    across, _ = split(unit.shard)
+    on_gloo = options.backend == "gloo"
+    kind: Collective = "all_to_all" if on_gloo else "reduce_scatter"
+    inside = _within(unit, "reduce within the node", kind, shard_bytes, times, options)
+    between = _ring(unit, "reduce between nodes", kind, across, shard_bytes, times)
+    if on_gloo and inside.calls > times:  # to each peer, while the next block is reduced
+        between = replace(between, collective="send", calls=times * (across.size - 1))
+        inside = replace(inside, hidden_calls=inside.calls - times)  # but for the first block
+    yield inside
+    yield between
 
 
 def _within(

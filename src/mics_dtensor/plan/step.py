@@ -144,8 +144,8 @@ def _pieces(
     for unit in units:
         each = unit.count * traffic.num_micro_steps
         stages = by_unit.get(unit.name, ())
-        seconds = {s.name: message_s(s, unit, cluster, overlap) / each for s in stages}
-        whole = sum(s for name, s in seconds.items() if name in GATHERS)
+        seconds = [(s.name, message_s(s, unit, cluster, overlap) / each) for s in stages]
+        whole = sum(s for name, s in seconds if name in GATHERS)
         first = whole if unit.regather is not None else whole / unit.gathers
         again = whole - first
         if overlap.host is not None and work.checkpointing == "full":
@@ -161,8 +161,8 @@ def _pieces(
                 forward_s=forward_s,
                 backward_s=backward_s,
                 gather_s=first,
-                gather_again_s=again + seconds.get("gather again", 0.0),
-                reduce_s=sum(s for name, s in seconds.items() if name in REDUCES),
+                gather_again_s=again + sum(s for name, s in seconds if name == "gather again"),
+                reduce_s=sum(s for name, s in seconds if name in REDUCES),
                 tensor_parallel_s=tensor_parallel_s(unit, work, cluster),
             )
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -16,9 +17,9 @@ class Unit:
     `frozen` those without gradients, `repeated` those among `shapes` that are one parameter with
     another: sent twice, trained once; itemsizes in bytes. `gathers` counts those of one micro-step:
     2 if the backward gathers again, in the groups `regather` where it is not the whole partition
-    group that gathers then (integer reshard_after_forward). `reduces` counts the messages in which
-    its gradients go: more than one where parts of the unit are ready apart. `update_itemsize` is
-    that of the shards where optimizer states are sharded over the replicas.
+    group that gathers then (integer reshard_after_forward). `reduced` are the messages in which its
+    gradients go, by their shapes, where parts of the unit are ready apart; else they go in one.
+    `update_itemsize` is that of the shards where optimizer states are sharded over the replicas.
     """
 
     name: str
@@ -29,7 +30,7 @@ class Unit:
     repeated: tuple[tuple[int, ...], ...] = ()
     count: int = 1
     gathers: int = 2
-    reduces: int = 1
+    reduced: tuple[tuple[tuple[int, ...], ...], ...] = ()
     regather: GroupShape | None = None
     gather_itemsize: int = 4
     reduce_itemsize: int = 4
@@ -43,5 +44,12 @@ class Unit:
 
     def shard_numel(self, *, frozen: bool = False) -> int:
         """Elements of one shard of the trainable (or frozen) parameters, with FSDP2's padding."""
-        shapes = self.frozen if frozen else self.shapes
+        return self._padded(self.frozen if frozen else self.shapes)
+
+    @property
+    def reduced_numels(self) -> tuple[int, ...]:
+        """Elements of one shard in each message of the reduction, with FSDP2's padding."""
+        return tuple(self._padded(shapes) for shapes in self.reduced or (self.shapes,))
+
+    def _padded(self, shapes: Sequence[tuple[int, ...]]) -> int:
         return sum(-(-shape[0] // self.shard.size) * prod(shape[1:]) for shape in shapes)

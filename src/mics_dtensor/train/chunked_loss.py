@@ -14,19 +14,22 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
 
 from mics_dtensor.plan.comparison import Comparison
+from mics_dtensor.plan.unit import Unit as Planned
 from mics_dtensor.upstream import Unit, reduce_alone
 
 
 class HeadUnit:
     """The FSDP unit that holds lm_head. One that exists is switched by the loss."""
 
-    def __init__(self, unit: Unit, lm_head: FSDPModule) -> None:
-        self.unit, self.lm_head = unit, lm_head
+    def __init__(self, unit: Unit, lm_head: FSDPModule, weights: set[int]) -> None:
+        self.unit, self.lm_head, self._weights = unit, lm_head, weights
         self.reshards_after_forward = unit.reshards_after_forward
         # Of every rank that has a loss: no zeros for lm_head beside the norm's gradient. A tied
         # weight has one there too.
         module: object = lm_head
-        reduce_alone(unit, [param for param in unit.params if param.only_module is module])
+        own = [param for param in unit.params if param.only_module is module]
+        reduce_alone(unit, own)
+        self._own = {id(param.fsdp) for param in own}
 
     @classmethod
     def of(cls, loss: BaseLoss, units: list[Unit]) -> HeadUnit | None:
@@ -39,7 +42,7 @@ class HeadUnit:
         unit = next(holds, None)
         if unit is None or not isinstance(lm_head, FSDPModule):
             return None
-        return cls(unit, lm_head)
+        return cls(unit, lm_head, weights)
 
     def restore(self) -> None:
         """Undo what the loss leaves behind: it sets the flag to True, whatever it was.
@@ -50,12 +53,15 @@ class HeadUnit:
 
     def explained(self, told: Comparison) -> Comparison:
         """`told`, with what the loss makes of this unit; plain FSDP would have the same loss."""
-        return replace(
-            told,
-            units=tuple(
-                replace(each, gathers=each.gathers + 1, reduces=min(2, len(each.shapes)))
-                if each.name == self.unit.name
-                else each
-                for each in told.units
-            ),
-        )
+        units = (self._explained(u) if u.name == self.unit.name else u for u in told.units)
+        return replace(told, units=tuple(units))
+
+    def _explained(self, told: Planned) -> Planned:
+        """Gathered once more, and lm_head reduced by itself; a tied table with the rest again."""
+        trained = [param for param in self.unit.params if param.parameter.requires_grad]
+        each = list(zip((id(param.fsdp) for param in trained), told.shapes, strict=True))
+        of_head = self._own or {id(p.fsdp) for p in trained if id(p.parameter) in self._weights}
+        its = tuple(shape for param, shape in each if param in of_head)
+        rest = tuple(shape for param, shape in each if param not in self._own)
+        messages = tuple(shapes for shapes in (its, rest) if shapes)
+        return replace(told, gathers=told.gathers + 1, reduced=messages)

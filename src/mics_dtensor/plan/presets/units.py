@@ -45,15 +45,26 @@ def traffic_units(preset: Preset, layout: Layout, policy: Policy) -> tuple[Unit,
             reduce_itemsize=policy.reduce_itemsize,
             hop_itemsize=policy.hop_itemsize,
             update_itemsize=policy.update_itemsize,
-            reduces=_reduces(unit, policy),
+            reduced=_reduced(unit, layout, policy),
         )
         for unit in preset.units
     )
 
 
-def _reduces(unit: UnitShapes, policy: Policy) -> int:
-    """The chunked loss reduces lm_head by itself, before the rest of its unit is ready."""
-    return 2 if HEAD in unit.name and policy.chunked_loss else 1
+def _reduced(
+    unit: UnitShapes, layout: Layout, policy: Policy
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The chunked loss reduces lm_head by itself, before the rest of its unit is ready.
+
+    A tied table goes once for the head, and once more with the rest, for the embedding.
+    """
+    if HEAD not in unit.name or not policy.chunked_loss:
+        return ()
+    named = list(zip(unit.parameters, _shapes(unit, layout), strict=True))
+    tied = not any(HEAD in name for (name, _), _ in named)
+    of_head = tuple(cut for (name, _), cut in named if (TABLE if tied else HEAD) in name)
+    rest = tuple(cut for (name, _), cut in named if tied or HEAD not in name)
+    return of_head, rest
 
 
 def _gathers(unit: UnitShapes, policy: Policy) -> int:
