@@ -214,10 +214,11 @@ class WholeCheckpoints(CheckpointManager):
         ]
         go_on = f"write checkpoint.load_step = {whole[-1]}" if whole else "there is no other step"
         return (
-            f"{path} holds weights alone: it ended a run with checkpoint.last_save_model_only = "
-            f"true, so no run can go on from it. To go on from the newest whole one: {go_on}. To "
-            f'begin anew from its weights: checkpoint.initial_load_path = "{path}" and another '
-            "checkpoint.folder. For a run that is to be continued: last_save_model_only = false"
+            f"{path} holds weights alone (the last of a run with checkpoint.last_save_model_only = "
+            "true, or converted with --weights-only), so no run can go on from it. To go on from "
+            f"the newest whole one: {go_on}. To begin anew from its weights: "
+            f'checkpoint.initial_load_path = "{path}" and another checkpoint.folder. To save or '
+            "convert one to go on from: last_save_model_only = false, or no --weights-only"
         )
 
     def _purge_stale_checkpoints(self) -> None:
@@ -283,10 +284,9 @@ def take_up(loader: Any, saved: Mapping[str, int] | None, path: Path) -> None:
             f"cannot: {anew}, in this start alone"
         )
     readers = saved.get(READERS)
+    how = "was read without worker processes"
     if readers is not None:
         how = f"was read by worker processes of {readers} data-parallel ranks"
-    else:
-        how = "was read without worker processes"
     here = "without" if isinstance(loader, LaneLoader) else "with"
     same = (
         f"start {readers} data-parallel ranks with the same training.dataloader.num_workers"
