@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from mics_dtensor.layout import Layout
 from mics_dtensor.plan.cluster_file import cluster
+from mics_dtensor.plan.compute import Work
 from mics_dtensor.plan.memory import Holding, peak_memory
 from mics_dtensor.plan.presets.units import Policy, traffic_units
 from mics_dtensor.plan.shape import ModelShape, preset_of
-from mics_dtensor.plan.step import Work
 from mics_dtensor.topology import Topology
 
 RANKS, RANKS_PER_NODE, SEQ_LEN, NUM_MICRO_STEPS = 512, 8, 8192, 4

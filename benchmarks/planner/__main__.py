@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.planner import deepspeed, published, replicated
+from benchmarks.planner import deepspeed, foundry, published, rates, replicated
 from benchmarks.planner.checks import all_checks
 from benchmarks.planner.counted import byte_cases
 from benchmarks.planner.tables import decay_cases, fabrics, hops
@@ -22,8 +22,8 @@ def main() -> int:
     parser.add_argument("--fit", action="store_true", help="print what presets take from sources")
     options = parser.parse_args()
     if options.fit:
-        for gpu, share in published.mpt_fit().items():
-            print(f"{gpu}: product_share {share:.3f}")
+        for name, value in asdict(rates.fitted_on_all()).items():
+            print(f"{name}: {value:.3f}")
         print(f"A800 (AMSP): product_share {published.amsp_fit():.3f}")
         for curve, hop_s in hops().items():
             print(f"{curve}: hop_s {hop_s * 1e6:.1f} us")
@@ -36,8 +36,10 @@ def main() -> int:
         print(f"rank_s {host.rank_s * 1e6:.1f} us")
         return 0
     runs = {
-        "llm-foundry 16-128": published.mpt_cases(),
+        "llm-foundry 16-128": foundry.mpt_cases(),
+        "llm-foundry 8, 16k and longer from shorter": list(rates.long_cases()),
         "torchtitan 8 -> 128": published.titan_cases(),
+        "torchtitan compiled from eager": published.compiled_cases(),
         "AMSP 64": published.amsp_cases(),
         "InternLM 8-1024": replicated.internlm_cases(),
         "IBM 96 and 128": replicated.ibm_cases(),

@@ -8,16 +8,20 @@ from typing import Any
 from benchmarks.planner.published import DATA, Case, Setting, tokens_per_s
 from mics_dtensor.layout import GroupShape
 from mics_dtensor.plan.cluster_file import cluster
+from mics_dtensor.plan.compute import Work
+from mics_dtensor.plan.operators import Operators
 from mics_dtensor.plan.options import Options
 from mics_dtensor.plan.overlap import HOST_0_5, PROFILES, Host, Overlap, message_s
 from mics_dtensor.plan.presets.units import Policy
 from mics_dtensor.plan.shape import ModelShape
-from mics_dtensor.plan.step import Work
 from mics_dtensor.plan.timing import two_parameters
 from mics_dtensor.plan.traffic import step_traffic
 from mics_dtensor.plan.unit import Unit
 
 BF16 = Policy(reduce_itemsize=2, hop_itemsize=2, chunked_loss=False)
+OF_2021 = Operators(rotation_bytes=0, attention="as products")
+"""Learned positions, and attention before flash-attn."""
+
 ZERO3_05 = "deepspeed-0.5"
 
 GPT_100B = ModelShape(
@@ -39,7 +43,13 @@ def mics_100b(gpus: int, *, partition_size: int, overlap: str, hierarchical: boo
         cluster=its,
         gpus=gpus,
         partition_size=partition_size,
-        work=Work(shape=GPT_100B, seq_len=2048, micro_batch=8, checkpointing="full"),
+        work=Work(
+            shape=GPT_100B,
+            seq_len=2048,
+            micro_batch=8,
+            checkpointing="full",
+            operators=OF_2021,
+        ),
         micro_steps=1,
         overlap=PROFILES[overlap].on(its),
         policy=BF16,
@@ -81,6 +91,7 @@ def roberta(read: dict[str, Any], profile: str) -> Setting:
             seq_len=read["seq"],
             micro_batch=read["micro_batch"],
             checkpointing="full",
+            operators=OF_2021,
         ),
         micro_steps=1,
         overlap=PROFILES[profile].on(its),

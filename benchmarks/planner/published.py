@@ -11,11 +11,13 @@ from typing import Any
 
 from mics_dtensor.layout import Layout
 from mics_dtensor.plan.cluster import Cluster, preset_cluster
+from mics_dtensor.plan.compute import Work
+from mics_dtensor.plan.operators import COMPILED, EAGER, Operators
 from mics_dtensor.plan.options import Options
 from mics_dtensor.plan.overlap import PROFILES, Overlap
 from mics_dtensor.plan.presets.units import Policy, traffic_units
 from mics_dtensor.plan.shape import Checkpointing, ModelShape, preset_of
-from mics_dtensor.plan.step import StepTime, Work, step_time
+from mics_dtensor.plan.step import StepTime, step_time
 from mics_dtensor.plan.traffic import step_traffic
 from mics_dtensor.topology import Topology
 
@@ -23,9 +25,6 @@ DATA = tomllib.loads((Path(__file__).parents[1] / "published" / "runs.toml").rea
 LLAMA_8B = ModelShape(
     num_layers=32, hidden=4096, attention_width=4096, key_value_width=1024, ffn=14336, vocab=128256
 )
-MPT_125M = {"layers": 12, "hidden": 768, "heads": 12, "vocab": 50368}
-"""Not among the shapes of runs.toml; 12 L d^2 + (vocab + seq) d is the published count."""
-
 GPUS = {
     "A100-SXM-40GB": "A100-40GB",
     "A100-SXM-80GB": "A100-80GB",
@@ -34,6 +33,14 @@ GPUS = {
     "H100-96GB-HBM2e-500W": "H100-96GB",
 }
 
+
+EAGER_2024 = replace(EAGER, norm_bytes=36)
+"""torch before 2.9, a norm by its operators: cast (6), square (8), mean (4), scale (8), cast (6),
+weight (4)."""
+
+INTERNLM = Operators(norm_bytes=20, rotation_bytes=4, attention="flash-1")
+"""Its code of 2023: input cast to fp32 (6), apex's norm in fp32 (8), cast back (6); the rotation
+and attention of flash-attn 1. AMSP is by the same laboratory, and is taken to be like it."""
 
 BF16 = Policy(reduce_itemsize=2, hop_itemsize=2, chunked_loss=False)
 
@@ -149,17 +156,14 @@ def dense(read: dict[str, Any]) -> ModelShape:
     )
 
 
-def mpt(row: dict[str, Any]) -> Setting:
-    """A row of llm-foundry (S19): FSDP over all ranks."""
-    known = {model["name"]: model for model in DATA["model"]}
-    shape = dense(known.get(row["model"].removeprefix("MPT-"), MPT_125M))
-    # H100 rows do not say their network: 3,200 Gbit/s, as all H100 presets.
-    its = cluster_of(row["gpu"], row.get("nic_total_gbit_per_s", 3200))
-    return fsdp1(row, shape, its, profile="fsdp2", micro_steps=row["grad_accum"])
-
-
 def fsdp1(
-    row: dict[str, Any], shape: ModelShape, its: Cluster, *, profile: str, micro_steps: int
+    row: dict[str, Any],
+    shape: ModelShape,
+    its: Cluster,
+    *,
+    profile: str,
+    micro_steps: int,
+    operators: Operators,
 ) -> Setting:
     """A run on torch's first FSDP, in bf16; "full" stops early, as torch's default."""
     checkpointing: Checkpointing = "early" if row["activation_checkpoint"] == "full" else "none"
@@ -173,27 +177,12 @@ def fsdp1(
             seq_len=row["seq"],
             micro_batch=row["micro_batch"],
             checkpointing=checkpointing,
+            operators=operators,
         ),
         micro_steps=micro_steps,
         overlap=PROFILES[profile].on(its),
         policy=BF16,
     )
-
-
-def mpt_fit() -> dict[str, float]:
-    """Shares by kind of GPU: the median over the 8-GPU rows."""
-    found: dict[str, list[float]] = {}
-    for row in rows_of(lambda row: row["id"].startswith("mpt-") and row["gpus"] == 8):
-        found.setdefault(row["gpu"][:4], []).append(fitted_share(mpt(row), row["tok_s_gpu"]))
-    return {gpu: statistics.median(shares) for gpu, shares in found.items()}
-
-
-def mpt_cases() -> list[Case]:
-    """llm-foundry from 16 GPUs on, with the presets' constants as they are."""
-    return [
-        Case(name=row["id"], published=row["tok_s_gpu"], predicted=tokens_per_s(mpt(row)))
-        for row in rows_of(lambda row: row["id"].startswith("mpt-") and row["gpus"] > 8)
-    ]
 
 
 def titan(row: dict[str, Any]) -> Setting:
@@ -204,23 +193,46 @@ def titan(row: dict[str, Any]) -> Setting:
         cluster=its,
         gpus=row["gpus"],
         partition_size=row["partition_group"],
-        work=Work(shape=LLAMA_8B, seq_len=8192, micro_batch=2, checkpointing="op"),
+        work=Work(
+            shape=LLAMA_8B,
+            seq_len=8192,
+            micro_batch=2,
+            checkpointing="op",
+            operators=COMPILED if "compile" in row["id"] else EAGER_2024,
+        ),
         micro_steps=1,
         overlap=PROFILES["fsdp2"].on(its),
         policy=Policy(chunked_loss=False),
     )
 
 
+def titan_share(kind: str) -> float:
+    """The share that fits a system on 8 GPUs."""
+    (row,) = rows_of(lambda row: row["id"] == f"titan-8b-8-{kind}")
+    return fitted_share(titan(row), row["tok_s_gpu"])
+
+
 def titan_cases() -> list[Case]:
     """128 GPUs, each with the share that fits the same system on 8."""
-    cases = []
-    for row in rows_of(lambda row: row["id"].startswith("titan-8b-128-")):
-        of_8 = row["id"].replace("-128-", "-8-")
-        (first,) = rows_of(lambda other: other["id"] == of_8)  # noqa: B023
-        share = fitted_share(titan(first), first["tok_s_gpu"])
-        predicted = tokens_per_s(with_share(titan(row), share))
-        cases.append(Case(name=row["id"], published=row["tok_s_gpu"], predicted=predicted))
-    return cases
+    return [
+        _titan_case(row, titan_share(row["id"].rpartition("-128-")[2]))
+        for row in rows_of(lambda row: row["id"].startswith("titan-8b-128-"))
+    ]
+
+
+def compiled_cases() -> list[Case]:
+    """Compiled blocks on 8 and 128 GPUs, with the share that fits eager ones on 8."""
+    share = titan_share("eager")
+    return [
+        _titan_case(row, share)
+        for row in rows_of(lambda row: row["id"].startswith("titan-8b-"))
+        if row["id"].endswith("-compile")
+    ]
+
+
+def _titan_case(row: dict[str, Any], share: float) -> Case:
+    predicted = tokens_per_s(with_share(titan(row), share))
+    return Case(name=row["id"], published=row["tok_s_gpu"], predicted=predicted)
 
 
 def amsp(
@@ -241,6 +253,7 @@ def amsp(
             micro_batch=1,
             checkpointing="none",
             num_states_shards=sizes[1],
+            operators=INTERNLM,
         ),
         micro_steps=micro_steps,
         overlap=Overlap(

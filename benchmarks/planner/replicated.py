@@ -7,6 +7,8 @@ from typing import Any
 from benchmarks.planner.published import (
     BF16,
     DATA,
+    EAGER_2024,
+    INTERNLM,
     Case,
     Setting,
     cluster_of,
@@ -16,9 +18,9 @@ from benchmarks.planner.published import (
     tokens_per_s,
 )
 from mics_dtensor.plan.cluster_file import cluster
+from mics_dtensor.plan.compute import Work
 from mics_dtensor.plan.overlap import PROFILES
 from mics_dtensor.plan.shape import ModelShape
-from mics_dtensor.plan.step import Work
 
 
 def _shape(row: dict[str, Any]) -> ModelShape:
@@ -40,6 +42,7 @@ def internlm(row: dict[str, Any], place: int) -> Setting:
             micro_batch=row["micro_batch"][place],
             checkpointing=row["activation_checkpoint"],
             num_states_shards=row["states_shards"],
+            operators=INTERNLM,
         ),
         micro_steps=row["micro_steps"][place],
         overlap=PROFILES["hsdp"].on(its),
@@ -65,7 +68,7 @@ def ibm(row: dict[str, Any]) -> Setting:
     """Llama 2 by IBM (S42): FSDP or HSDP of torch."""
     on_efa = "node" in row
     its = cluster("p4de") if on_efa else cluster_of(row["gpu"], row["nic_total_gbit_per_s"])
-    return fsdp1(row, _shape(row), its, profile="hsdp", micro_steps=1)
+    return fsdp1(row, _shape(row), its, profile="hsdp", micro_steps=1, operators=EAGER_2024)
 
 
 def ibm_cases() -> list[Case]:

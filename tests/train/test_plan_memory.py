@@ -10,12 +10,12 @@ pytest.importorskip("torchtitan")
 import torch
 
 from mics_dtensor.layout import Layout
+from mics_dtensor.plan.compute import Work
 from mics_dtensor.plan.extrapolate import Depths, Trace, depths_for
 from mics_dtensor.plan.memory import CPU, Holding, Memory, peak_memory
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
 from mics_dtensor.plan.shape import Checkpointing, preset_of, shape_of
-from mics_dtensor.plan.step import Work
 from mics_dtensor.plan.trace import traced_moments
 from mics_dtensor.topology import Topology
 from mics_dtensor.train.config import RunConfig

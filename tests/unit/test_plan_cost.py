@@ -9,6 +9,7 @@ from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import GroupShape, Layout
 from mics_dtensor.plan.cluster import UNCERTAINTY, Cluster, Link, presets
 from mics_dtensor.plan.cluster_file import cluster
+from mics_dtensor.plan.compute import Work, unit_compute_s
 from mics_dtensor.plan.cost import between_s, extra_latency_s, inside_s, ring_latency_s, stage_s
 from mics_dtensor.plan.options import Options
 from mics_dtensor.plan.overlap import Overlap
@@ -19,11 +20,9 @@ from mics_dtensor.plan.stage import Stage
 from mics_dtensor.plan.step import (
     Piece,
     StepTime,
-    Work,
     exposed_s,
     optimizer_s,
     step_time,
-    unit_compute_s,
     update_stages,
 )
 from mics_dtensor.plan.traffic import step_traffic

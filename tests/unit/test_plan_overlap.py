@@ -7,12 +7,13 @@ import pytest
 from mics_dtensor.layout import GroupShape
 from mics_dtensor.plan.cluster import Cluster, Link
 from mics_dtensor.plan.cluster_file import cluster
+from mics_dtensor.plan.compute import Work, unit_compute_s
 from mics_dtensor.plan.cost import stage_s
 from mics_dtensor.plan.options import Options
 from mics_dtensor.plan.overlap import PROFILES, Host, Overlap, gathered_again, message_s
 from mics_dtensor.plan.shape import ModelShape
 from mics_dtensor.plan.stage import Stage
-from mics_dtensor.plan.step import Work, step_time, unit_compute_s
+from mics_dtensor.plan.step import step_time
 from mics_dtensor.plan.traffic import step_traffic
 from mics_dtensor.plan.unit import Unit
 

@@ -16,13 +16,13 @@ from mics_dtensor.cli.write import chosen_values
 from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import Layout, partition_sizes
 from mics_dtensor.plan.cluster_file import cluster
+from mics_dtensor.plan.compute import Work
 from mics_dtensor.plan.memory import Holding, peak_memory
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
 from mics_dtensor.plan.question import variants_of
 from mics_dtensor.plan.search import RESOLUTION, answer, corner_steps_s
 from mics_dtensor.plan.shape import shape_of
-from mics_dtensor.plan.step import Work
 from mics_dtensor.topology import Topology
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"

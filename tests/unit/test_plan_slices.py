@@ -17,12 +17,12 @@ from benchmarks.largest_model import (
 )
 from mics_dtensor.cli import main
 from mics_dtensor.layout import Layout
+from mics_dtensor.plan.compute import Work
 from mics_dtensor.plan.memory import CONTEXT_BYTES, FRAGMENTATION, NCCL_BYTES, Holding, peak_memory
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
 from mics_dtensor.plan.shape import shape_of
 from mics_dtensor.plan.slices import adam_bytes
-from mics_dtensor.plan.step import Work
 from mics_dtensor.topology import Topology
 
 ROOT = Path(__file__).parents[2]

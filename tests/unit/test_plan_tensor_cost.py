@@ -7,12 +7,13 @@ from harness.questions import question
 
 from mics_dtensor.layout import Layout
 from mics_dtensor.plan.cluster_file import cluster
+from mics_dtensor.plan.compute import Work, unit_compute_s
 from mics_dtensor.plan.memory import CPU, Holding, Kernels, block_bytes_per_token, peak_memory
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
 from mics_dtensor.plan.search import answer
 from mics_dtensor.plan.shape import ModelShape, shape_of
-from mics_dtensor.plan.step import Work, tensor_parallel_s, unit_compute_s
+from mics_dtensor.plan.step import tensor_parallel_s
 from mics_dtensor.plan.tensor_parallel import Message, messages_s, part_of, unit_messages
 from mics_dtensor.topology import Topology
 

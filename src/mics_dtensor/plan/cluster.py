@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import GroupShape
+from mics_dtensor.plan.operators import Attention, AttentionRate
 from mics_dtensor.plan.stage import Collective
 from mics_dtensor.plan.timing import Timing
 
@@ -79,6 +80,8 @@ class Cluster:
     reserved_bytes: int | None = None
     """What a rank holds beside tensors: context and buffers, measured; None: assumed."""
     measured_nodes: int | None = None
+    attention: tuple[AttentionRate, ...] = ()
+    """By kernel; one that is not here has the rate of the products."""
 
     @property
     def on_cpu(self) -> bool:
@@ -97,11 +100,19 @@ class Cluster:
         """Share of the peak that the products of a model of this width reach (T6)."""
         return self.product_share * hidden / (hidden + self.product_half_width)
 
+    def attention_rate(self, kernel: Attention, hidden: float) -> AttentionRate:
+        """What a kernel of attention reaches (T10)."""
+        for each in self.attention:
+            if each.kernel == kernel:
+                return each
+        return AttentionRate(kernel=kernel, share=self.share_of_products(hidden), backward=2.0)
+
     def scaled(self, *, compute: float = 1.0, inside: float = 1.0, between: float = 1.0) -> Cluster:
         """The same cluster with faster or slower parts: a corner of what is not known."""
         return replace(
             self,
             product_share=self.product_share * compute,
+            attention=tuple(replace(a, share=a.share * compute) for a in self.attention),
             memory_bytes_per_s=self.memory_bytes_per_s * compute,
             unit_s=self.unit_s / compute,
             unit_s_per_byte=self.unit_s_per_byte / compute,
@@ -127,6 +138,10 @@ class Cluster:
             ("peak of a GPU", f"{self.peak_flops_per_s / 1e12:.4g} TFLOP/s", *mine),
             ("share of it in products", f"{self.product_share:.3f}", *mine),
             ("width that reaches half of it", f"{self.product_half_width:.0f}", *mine),
+            *(
+                (f"share of it in attention, {a.kernel}", f"{a.share:.3f}", *mine)
+                for a in self.attention
+            ),
             ("memory of a GPU", f"{self.memory_bytes / 1e9:.0f} GB", *mine),
             ("bandwidth of memory", f"{self.memory_bytes_per_s / 1e12:.3g} TB/s", *mine),
             ("bandwidth out of a node", _gb(between), *theirs),
@@ -224,6 +239,11 @@ def preset_cluster(
         peak_flops_per_s=its["peak_tflops"] * 1e12,
         product_share=its["product_share"],
         product_half_width=its["product_half_width"],
+        attention=tuple(
+            AttentionRate(kernel=kernel, share=rate["share"], backward=rate["backward"])
+            for kernel, rate in read["attention"][its["attention"]].items()
+        ),
+        unit_s_per_byte=read["copies"]["passes"] / (its["memory_tb_per_s"] * 1e12),
         memory_bytes=int(its["memory_gb"] * 1e9),
         memory_bytes_per_s=its["memory_tb_per_s"] * 1e12,
         inside=Link(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mics_dtensor.layout import Layout
+from mics_dtensor.plan.compute import Work
 from mics_dtensor.plan.memory import Holding, Memory, peak_memory
 from mics_dtensor.plan.presets.units import traffic_units
 from mics_dtensor.plan.question import Question, Variant, variants_of
 from mics_dtensor.plan.shape import ModelShape, shape_of
-from mics_dtensor.plan.step import Work
 from mics_dtensor.plan.unit import Unit
 
 
@@ -36,6 +36,7 @@ def work_of(question: Question, shape: ModelShape, variant: Variant) -> Work:
         num_states_shards=ranks if variant.optimizer_over_replicas else None,
         tensor_parallel=question.tensor_parallel,
         num_loss_chunks=question.num_loss_chunks,
+        operators=question.operators,
     )
 
 

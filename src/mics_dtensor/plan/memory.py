@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mics_dtensor.plan.step import Work
+from mics_dtensor.plan.compute import Work
 from mics_dtensor.plan.unit import Unit
 
 CONTEXT_BYTES = 1_000_000_000

@@ -11,6 +11,7 @@ from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import Layout, divisors, partition_sizes
 from mics_dtensor.plan.cluster import Cluster
 from mics_dtensor.plan.memory import Memory
+from mics_dtensor.plan.operators import EAGER, Operators
 from mics_dtensor.plan.options import BUCKET_SIZE_BYTES
 from mics_dtensor.plan.overlap import Overlap
 from mics_dtensor.plan.presets import Preset
@@ -62,6 +63,7 @@ class Question:
     bucket_size_bytes: int = BUCKET_SIZE_BYTES
     tensor_parallel: int = 1
     """Ranks of a node that compute one sequence together."""
+    operators: Operators = EAGER
     written_partition_size: int | None = None
     """That of the file, whose row is marked."""
     notes: tuple[str, ...] = ()

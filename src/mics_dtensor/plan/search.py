@@ -9,6 +9,7 @@ from itertools import product
 from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import Layout
 from mics_dtensor.plan.cluster import UNCERTAINTY, Cluster
+from mics_dtensor.plan.compute import Work
 from mics_dtensor.plan.held import memory_of, units_of, work_of
 from mics_dtensor.plan.memory import Memory
 from mics_dtensor.plan.misfit import why_nothing_fits
@@ -16,7 +17,7 @@ from mics_dtensor.plan.options import Options
 from mics_dtensor.plan.overlap import Overlap
 from mics_dtensor.plan.question import Question, Variant, has_stages, variants_of
 from mics_dtensor.plan.shape import ModelShape, shape_of
-from mics_dtensor.plan.step import StepTime, Work, step_time
+from mics_dtensor.plan.step import StepTime, step_time
 from mics_dtensor.plan.traffic import Traffic, step_traffic
 from mics_dtensor.plan.unit import Unit
 

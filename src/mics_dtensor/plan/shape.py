@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mics_dtensor.errors import PlanError
+from mics_dtensor.plan.operators import EAGER, Operators
 from mics_dtensor.plan.presets import Preset, UnitShapes
 
 Checkpointing = Literal["none", "op", "2", "full", "early"]
@@ -56,7 +57,16 @@ class ModelShape:
 
     def block_flops(self, seq_len: int) -> float:
         """FLOPs of a block's forward for one token; attention in full, as Megatron counts (F1)."""
-        return 2.0 * self.product_params + 4.0 * seq_len * self.attention_width
+        return 2.0 * self.product_params + self.attention_flops(seq_len)
+
+    def attention_flops(self, seq_len: int) -> float:
+        """Those of attention among them, in full."""
+        return 4.0 * seq_len * self.attention_width
+
+    def attention_again(self, checkpointing: Checkpointing) -> float:
+        """Share of a block's attention that is computed again, mean over the blocks."""
+        some = {"none": 0.0, "op": 0.0, "2": self.num_layers // 2 / self.num_layers}
+        return some.get(checkpointing, 1.0)
 
     @property
     def head_flops(self) -> float:
@@ -89,27 +99,23 @@ class ModelShape:
             case "early":
                 return self.block_flops(seq_len) - 2.0 * self.ffn * self.hidden
 
-    def block_bytes(self, sequence_parts: int = 1) -> float:
+    def block_bytes(self, operators: Operators = EAGER, *, sequence_parts: int = 1) -> float:
         """Bytes that a block's forward moves for one token outside of products, in bf16 (F6).
 
-        Two norms (read, write), two residual sums (two in, one out), the rotation of queries and
-        keys (read, write), and the activation: gated silu (2) and product (3), else gelu (2).
-        Norms and sums of a rank are those of one of `sequence_parts` parts of the sequence.
+        Two norms, two residual sums, the rotation of queries and keys (and their norms), and the
+        activation. Norms and sums of a rank are those of one of `sequence_parts` parts of the
+        sequence.
         """
+        its = operators
         rotated = self.attention_width + self.key_value_width
-        normed = 2 * rotated * self.head_norms
-        activated = (5 if self.gated else 2) * self.ffn
-        summed = (4 * self.hidden + 6 * self.hidden) / sequence_parts
-        return 2.0 * (summed + 2 * rotated + normed + activated)
+        heads = (its.rotation_bytes + its.norm_bytes * self.head_norms) * rotated
+        activated = (its.gate_bytes if self.gated else its.gelu_bytes) * self.ffn
+        summed = 2 * (its.norm_bytes + its.sum_bytes) * self.hidden / sequence_parts
+        return summed + heads + activated
 
-    @property
-    def head_bytes(self) -> float:
-        """Bytes that the loss moves for one token, forward and backward (F7).
-
-        Logits are written in bf16, read and cast to fp32, read twice for the softmax; its gradient
-        is written in fp32 and cast back.
-        """
-        return self.vocab * (2.0 + (2 + 4) + 2 * 4 + 4 + (4 + 2))
+    def head_bytes(self, operators: Operators = EAGER) -> float:
+        """Bytes that the loss moves for one token, forward and backward (F7)."""
+        return self.vocab * operators.loss_bytes
 
     @property
     def cut_head_bytes(self) -> float:

@@ -8,50 +8,16 @@ from dataclasses import dataclass
 from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import GroupShape
 from mics_dtensor.plan.cluster import Cluster
+from mics_dtensor.plan.compute import Work, unit_compute_s
 from mics_dtensor.plan.cost import added_s, stage_s
 from mics_dtensor.plan.overlap import Overlap, gathered_again, matrices, message_s
-from mics_dtensor.plan.shape import Checkpointing, ModelShape
 from mics_dtensor.plan.stage import Stage
-from mics_dtensor.plan.tensor_parallel import (
-    messages_s,
-    part_of,
-    unit_messages,
-    width_of_products,
-)
+from mics_dtensor.plan.tensor_parallel import messages_s, unit_messages
 from mics_dtensor.plan.traffic import Traffic
 from mics_dtensor.plan.unit import Unit
 
 ADAMW_PASSES = 8
 """fp32 numbers a parameter moves: AdamW reads p, g, m, v and writes p, m, v; the norm reads g."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """What is trained in a step: `micro_batch` sequences of `seq_len` tokens a rank and micro-step.
-
-    `num_states_shards` is over how many ranks the optimizer states of a parameter are cut, where
-    those are more than its shards: then the updated slices are gathered after the step. Under
-    tensor parallel its `tensor_parallel` ranks have the same sequences. The loss is computed in
-    `num_loss_chunks` slices.
-    """
-
-    shape: ModelShape
-    seq_len: int
-    micro_batch: int
-    checkpointing: Checkpointing
-    num_states_shards: int | None = None
-    tensor_parallel: int = 1
-    num_loss_chunks: int = 1
-
-    @property
-    def part(self) -> ModelShape:
-        """What of the shape one rank computes with."""
-        return part_of(self.shape, self.tensor_parallel)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a rank in a micro-step."""
-        return self.seq_len * self.micro_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,28 +143,6 @@ def hop_stages(traffic: Traffic) -> list[Stage]:
     """The second hop: what crosses the replicas."""
     at_the_boundary = ("boundary", "agreement", "gather of slices")
     return [stage for stage in traffic.stages if stage.name.startswith(at_the_boundary)]
-
-
-def unit_compute_s(unit: Unit, work: Work, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of one unit's forward and backward in a micro-step, without messages (T2)."""
-    shape, tokens, degree = work.part, work.tokens, work.tensor_parallel
-    width = width_of_products(shape.hidden, degree)
-    flops_per_s = cluster.peak_flops_per_s * cluster.share_of_products(width)
-    bytes_per_s = cluster.memory_bytes_per_s
-    forward_s = backward_s = 0.0
-    if unit.name.startswith("layers"):
-        forward_s = shape.block_flops(work.seq_len) / flops_per_s
-        block_bytes = shape.block_bytes(degree)
-        forward_s += block_bytes / bytes_per_s
-        again = shape.recomputed_flops(work.seq_len, work.checkpointing)
-        moved = {"none": 0.0, "2": 0.5}.get(work.checkpointing, 1.0) * block_bytes
-        backward_s = 2 * forward_s + again / flops_per_s + moved / bytes_per_s
-    if "lm_head" in unit.name:
-        head_s = shape.head_flops / flops_per_s
-        head_bytes = shape.head_bytes if degree == 1 else shape.cut_head_bytes
-        forward_s += head_s + head_bytes / 3 / bytes_per_s
-        backward_s += 2 * (head_s + head_bytes / 3 / bytes_per_s)
-    return tokens * forward_s, tokens * backward_s
 
 
 def tensor_parallel_s(unit: Unit, work: Work, cluster: Cluster) -> float:

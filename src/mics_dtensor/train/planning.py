@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from mics_dtensor.errors import ConfigError, PlanError
 from mics_dtensor.plan.cluster import Cluster, gpu_named
 from mics_dtensor.plan.cluster_file import cluster
+from mics_dtensor.plan.operators import COMPILED, EAGER, Operators
 from mics_dtensor.plan.overlap import PROFILES
 from mics_dtensor.plan.presets import Preset, preset
 from mics_dtensor.plan.presets.units import Policy
@@ -97,8 +98,16 @@ def question(
         num_loss_chunks=num_loss_chunks(config),
         bucket_size_bytes=mics.bucket_size_bytes,
         tensor_parallel=degree,
+        operators=operators_of(config),
         notes=_notes(config),
     )
+
+
+def operators_of(config: RunConfig) -> Operators:
+    """What the blocks and the loss run as: an operator at a time, or compiled."""
+    compiled = config.compile.components if config.compile.enable else ()
+    blocks, loss = (COMPILED if part in compiled else EAGER for part in ("model", "loss"))
+    return replace(blocks, loss_bytes=loss.loss_bytes)
 
 
 LATER = {
@@ -109,11 +118,16 @@ LATER = {
 
 
 def _notes(config: RunConfig) -> tuple[str, ...]:
-    return tuple(
+    notes = [
         f"{name} = true is planned as if false: {most}"
         for name, most in LATER.items()
         if value_at(config, name)
-    )
+    ]
+    if config.compile.enable:
+        notes.append(
+            "compile.enable = true: times are those of compiled blocks, memory of eager ones"
+        )
+    return tuple(notes)
 
 
 def _refuse_uneven(config: RunConfig, model: Preset) -> None:

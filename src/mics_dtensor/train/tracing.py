@@ -24,13 +24,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from mics_dtensor.errors import PlanError
 from mics_dtensor.layout import Layout
 from mics_dtensor.mesh import init_mesh
+from mics_dtensor.plan.compute import Work
 from mics_dtensor.plan.extrapolate import Depths, Trace, depths_for
 from mics_dtensor.plan.held import memory_of
 from mics_dtensor.plan.memory import CPU, Holding, Memory, peak_memory
 from mics_dtensor.plan.presets.units import Policy, traffic_units
 from mics_dtensor.plan.question import Question, Variant
 from mics_dtensor.plan.shape import shape_of
-from mics_dtensor.plan.step import Work
 from mics_dtensor.plan.trace import traced_moments
 from mics_dtensor.topology import Topology
 from mics_dtensor.train.config import RunConfig
