@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,6 +25,9 @@ def main() -> int:
     if options.fit:
         for name, value in asdict(rates.fitted_on_all()).items():
             print(f"{name}: {value:.3f}")
+        for name, cases in rates.groups().items():
+            mean = statistics.mean(abs(case.error) for case in cases)
+            print(f"left out of the fit, {name}: mean error of {len(cases)} {mean:.1%}")
         print(f"A800 (AMSP): product_share {published.amsp_fit():.3f}")
         for curve, hop_s in hops().items():
             print(f"{curve}: hop_s {hop_s * 1e6:.1f} us")

@@ -19,8 +19,9 @@ from mics_dtensor.plan.traffic import step_traffic
 from mics_dtensor.plan.unit import Unit
 
 BF16 = Policy(reduce_itemsize=2, hop_itemsize=2, chunked_loss=False)
-OF_2021 = Operators(rotation_bytes=0, attention="as products")
-"""Learned positions, and attention before flash-attn."""
+OF_2021 = Operators(rotation_bytes=0, score_bytes=21, attention="as products")
+"""Learned positions, and attention before flash-attn: scores written (2), scaled (4), masked (4),
+in the softmax (4), in the dropout (5), read (2)."""
 
 ZERO3_05 = "deepspeed-0.5"
 

@@ -24,7 +24,8 @@ LONG = 16_384
 class Rates:
     """What is fitted together: T6, T10 of the kernel of 2023, and C10."""
 
-    a100_products: float
+    a100_40gb_products: float
+    a100_80gb_products: float
     h100_products: float
     half_width: float
     a100_attention: float
@@ -41,9 +42,14 @@ class Rates:
             share=self.a100_attention if is_a100 else self.h100_attention,
             backward=self.attention_backward,
         )
+        products = {
+            "A100-40GB": self.a100_40gb_products,
+            "A100-80GB": self.a100_80gb_products,
+            "H100-80GB": self.h100_products,
+        }
         changed = replace(
             its,
-            product_share=self.a100_products if is_a100 else self.h100_products,
+            product_share=products[its.gpu],
             product_half_width=self.half_width,
             attention=(attention,),
             unit_s_per_byte=self.passes / its.memory_bytes_per_s,
@@ -57,11 +63,12 @@ NAMES = tuple(each.name for each in fields(Rates))
 def held() -> Rates:
     """Those of the presets."""
     read = presets()
-    a100, h100 = read["gpu"]["A100-80GB"], read["gpu"]["H100-80GB"]
+    gpus = read["gpu"]
     return Rates(
-        a100_products=a100["product_share"],
-        h100_products=h100["product_share"],
-        half_width=a100["product_half_width"],
+        a100_40gb_products=gpus["A100-40GB"]["product_share"],
+        a100_80gb_products=gpus["A100-80GB"]["product_share"],
+        h100_products=gpus["H100-80GB"]["product_share"],
+        half_width=gpus["A100-80GB"]["product_half_width"],
         a100_attention=read["attention"]["a100"]["flash-1"]["share"],
         h100_attention=read["attention"]["h100"]["flash-1"]["share"],
         attention_backward=read["attention"]["a100"]["flash-1"]["backward"],
@@ -153,6 +160,15 @@ def left_out(belongs: Callable[[dict[str, Any]], bool]) -> list[Case]:
         for row in every
         if belongs(row)
     ]
+
+
+def groups() -> dict[str, list[Case]]:
+    """Groups of rows, each foretold from all others."""
+    return {
+        f"{LONG:,} tokens and more": list(long_cases()),
+        "1,024 tokens and less": left_out(lambda row: row["seq"] <= 1024),
+        "checkpointing": left_out(lambda row: row["activation_checkpoint"] == "full"),
+    }
 
 
 @cache

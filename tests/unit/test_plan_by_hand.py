@@ -29,6 +29,8 @@ def row() -> Row:
         inside=replace(p4d.inside, hop_latency_s=0.0),
         base_latency_s=0.0,
         overlap_slowdown=0.0,
+        unit_s_per_byte=0.0,
+        attention=(),
     )
     asked = Question(
         model=preset_of(SHAPE, name="by hand"),

@@ -257,7 +257,7 @@ def test_t4_and_t5_states_over_the_replicas() -> None:
 
 def test_t6_wide_models_reach_more_of_the_peak() -> None:
     p4d = cluster("p4d")
-    shares = [p4d.share_of_products(hidden) for hidden in (200, 1024, 4096, 10**9)]
+    shares = [p4d.share_of_products(hidden) for hidden in (378, 1024, 4096, 10**9)]
     assert shares[0] == pytest.approx(p4d.product_share / 2)
     assert shares == sorted(shares)
     assert shares[-1] == pytest.approx(p4d.product_share)

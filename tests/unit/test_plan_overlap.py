@@ -46,6 +46,7 @@ def two_by_two(hop_s: float) -> Cluster:
         inside=link,
         between=replace(link, bandwidth_bytes_per_s=1e9),
         base_latency_s=0.0,
+        unit_s_per_byte=0.0,
     )
 
 

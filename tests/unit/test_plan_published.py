@@ -1,10 +1,20 @@
 """The cost model against published runs. Nothing is fitted to a row that is asserted here."""
 
 import statistics
+from dataclasses import asdict
 
 import pytest
 
-from benchmarks.planner import checks, counted, deepspeed, published, replicated, tables
+from benchmarks.planner import (
+    checks,
+    counted,
+    deepspeed,
+    foundry,
+    published,
+    rates,
+    replicated,
+    tables,
+)
 from benchmarks.planner.published import Case
 from mics_dtensor.plan.cluster import presets
 from mics_dtensor.plan.overlap import HOST_0_5, PROFILES
@@ -19,14 +29,27 @@ def hold(cases: list[Case], *, outliers: tuple[str, ...] = ()) -> None:
 
 
 def test_llm_foundry_from_16_to_128_gpus() -> None:
-    cases = published.mpt_cases()
-    assert len(cases) == 47
+    cases = foundry.mpt_cases()
+    assert len(cases) == 49
     hold(cases, outliers=(AT_THE_EDGE_OF_ITS_MEMORY,))
 
 
 def test_torchtitan_from_8_to_128_gpus() -> None:
     cases = published.titan_cases()
     assert len(cases) == 3
+    hold(cases)
+
+
+def test_compiled_blocks_of_torchtitan_from_eager_ones() -> None:
+    cases = published.compiled_cases()
+    assert [case.name for case in cases] == ["titan-8b-8-compile", "titan-8b-128-compile"]
+    hold(cases)
+
+
+def test_long_sequences_from_shorter_ones() -> None:
+    """Fitted to none of them: not even the rate of attention has seen 16,384 tokens."""
+    cases = list(rates.long_cases())
+    assert len(cases) == 43
     hold(cases)
 
 
@@ -105,6 +128,21 @@ def test_the_profile_holds_what_0_5_gives_on_8_and_64_gpus() -> None:
 
 
 def test_the_presets_hold_what_the_8_gpu_rows_give() -> None:
-    for kind, share in published.mpt_fit().items():
-        held = [its["product_share"] for name, its in presets()["gpu"].items() if kind in name]
-        assert held == pytest.approx([share] * len(held), abs=0.001)
+    assert len(list(foundry.rows_on_8_gpus())) == 142
+    fitted, held = asdict(rates.fitted_on_all()), asdict(rates.held())
+    assert held == pytest.approx(fitted, rel=0.002)
+
+
+def test_gpus_without_rows_have_the_rates_of_the_next_older_one() -> None:
+    gpus = presets()["gpu"]
+    same = {
+        "A100-40GB": {"V100-32GB", "A100-40GB"},
+        "A100-80GB": {"A100-80GB", "A800-80GB"},
+        "H100-80GB": {"H100-80GB", "H100-96GB", "H200", "B200"},
+    }
+    assert set(gpus) == set().union(*same.values())
+    for name, others in same.items():
+        assert {gpus[other]["product_share"] for other in others} == {gpus[name]["product_share"]}
+    assert len({its["product_half_width"] for its in gpus.values()}) == 1
+    attention = presets()["attention"]
+    assert len({its["flash-1"]["backward"] for its in attention.values()}) == 1

@@ -95,7 +95,7 @@ def test_f9_products_are_cut_and_narrower() -> None:
     (block,) = [
         u for u in traffic_units(preset("llama3", "8B"), layout(4, 1), Policy()) if u.count > 1
     ]
-    free = replace(its, memory_bytes_per_s=1e30)
+    free = replace(its, memory_bytes_per_s=1e30, attention=())
     works = [
         Work(shape=shape, seq_len=4096, micro_batch=1, checkpointing="none", tensor_parallel=t)
         for t in (1, 4)
@@ -104,7 +104,7 @@ def test_f9_products_are_cut_and_narrower() -> None:
     shares = [its.share_of_products(width) for width in (4096, 2 * 4096 / 5)]
     assert part == pytest.approx(whole / 4 * shares[0] / shares[1])
     # Outside of products: norms and sums on a quarter of the sequence, the rest a quarter as wide.
-    assert part_of(shape, 4).block_bytes(4) == pytest.approx(shape.block_bytes() / 4)
+    assert part_of(shape, 4).block_bytes(sequence_parts=4) == pytest.approx(shape.block_bytes() / 4)
     quick = replace(its, peak_flops_per_s=1e30)
     (head,) = [
         u for u in traffic_units(preset("llama3", "8B"), layout(4, 1), Policy()) if "head" in u.name

@@ -67,7 +67,9 @@ def _block_s(work: Work, cluster: Cluster) -> tuple[float, float]:
     attention = shape.attention_flops(work.seq_len)
     attention_s = attention / (cluster.peak_flops_per_s * kernel.share)
     products_s = (shape.block_flops(work.seq_len) - attention) / products_per_s
-    moved = shape.block_bytes(work.operators, sequence_parts=work.tensor_parallel)
+    moved = shape.block_bytes(
+        work.operators, seq_len=work.seq_len, sequence_parts=work.tensor_parallel
+    )
     moved_s = moved / cluster.memory_bytes_per_s
     attended = shape.attention_again(how)
     again_s = (shape.recomputed_flops(work.seq_len, how) - attended * attention) / products_per_s

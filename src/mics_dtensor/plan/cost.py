@@ -94,11 +94,14 @@ def _wire_s(total_bytes: float, stage: Stage, link: Link) -> float:
     return total_bytes / (link.bandwidth_bytes_per_s * share)
 
 
-def added_s(unit: Unit, cluster: Cluster) -> tuple[Added, Added]:
-    """What FSDP2 adds to the forward and the backward of one unit in a micro-step (C10)."""
+def added_s(unit: Unit, cluster: Cluster, *, is_fsdp2: bool = True) -> tuple[Added, Added]:
+    """What FSDP2 adds to the forward and the backward of one unit in a micro-step (C10).
+
+    Another runtime has the copies alone.
+    """
     gather = unit.gather_itemsize * (unit.shard_numel() + unit.shard_numel(frozen=True))
     reduce = unit.reduce_itemsize * unit.shard_numel()
-    of_message_s = cluster.unit_s / (unit.gathers + 1)
+    of_message_s = cluster.unit_s / (unit.gathers + 1) * is_fsdp2
     of_byte_s = cluster.unit_s_per_byte * unit.shard.size
     backward = (unit.gathers - 1) * gather + reduce
     return (

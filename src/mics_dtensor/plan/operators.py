@@ -14,8 +14,8 @@ class Operators:
     """Bytes that each moves for an element, read and written, in the forward in bf16 (F6, F7).
 
     `norm` and `sum` are of one of the block's two, `rotation` of an element of queries or keys,
-    `gate` (silu and product) or `gelu` of one of the feed-forward. `loss_bytes` are of a logit,
-    forward and backward.
+    `gate` (silu and product) or `gelu` of one of the feed-forward, `score` of a score of attention,
+    where its kernel writes them. `loss_bytes` are of a logit, forward and backward.
     """
 
     norm_bytes: float = 4
@@ -23,6 +23,7 @@ class Operators:
     rotation_bytes: float = 20
     gate_bytes: float = 10
     gelu_bytes: float = 4
+    score_bytes: float = 0
     loss_bytes: float = 26
     attention: Attention = "flash-2"
 

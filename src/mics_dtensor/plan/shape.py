@@ -99,19 +99,22 @@ class ModelShape:
             case "early":
                 return self.block_flops(seq_len) - 2.0 * self.ffn * self.hidden
 
-    def block_bytes(self, operators: Operators = EAGER, *, sequence_parts: int = 1) -> float:
+    def block_bytes(
+        self, operators: Operators = EAGER, *, seq_len: int = 0, sequence_parts: int = 1
+    ) -> float:
         """Bytes that a block's forward moves for one token outside of products, in bf16 (F6).
 
         Two norms, two residual sums, the rotation of queries and keys (and their norms), and the
-        activation. Norms and sums of a rank are those of one of `sequence_parts` parts of the
-        sequence.
+        activation; and a score a head and token, of kernels that write them. Norms and sums of a
+        rank are those of one of `sequence_parts` parts of the sequence.
         """
         its = operators
         rotated = self.attention_width + self.key_value_width
         heads = (its.rotation_bytes + its.norm_bytes * self.head_norms) * rotated
         activated = (its.gate_bytes if self.gated else its.gelu_bytes) * self.ffn
         summed = 2 * (its.norm_bytes + its.sum_bytes) * self.hidden / sequence_parts
-        return summed + heads + activated
+        scores = its.score_bytes * self.num_heads * seq_len
+        return summed + heads + activated + scores
 
     def head_bytes(self, operators: Operators = EAGER) -> float:
         """Bytes that the loss moves for one token, forward and backward (F7)."""

@@ -117,10 +117,9 @@ def _pieces(
         if overlap.host is not None and work.checkpointing == "full":
             again *= 1 + gathered_again(matrices(unit), overlap.host.reuse_numel)
         forward_s, backward_s = unit_compute_s(unit, work, cluster)
-        if not overlap.by_matrix:
-            in_forward, in_backward = added_s(unit, cluster)
-            forward_s = in_forward.to(forward_s, cluster)
-            backward_s = in_backward.to(backward_s, cluster)
+        in_forward, in_backward = added_s(unit, cluster, is_fsdp2=not overlap.by_matrix)
+        forward_s = in_forward.to(forward_s, cluster)
+        backward_s = in_backward.to(backward_s, cluster)
         pieces.append(
             Piece(
                 count=unit.count,
