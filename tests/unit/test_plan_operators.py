@@ -136,6 +136,9 @@ def test_a_compiled_run_is_planned_as_one() -> None:
     loss = operators_of(load([*on, "--compile.components", "loss"]).config)
     assert loss == replace(EAGER, loss_bytes=COMPILED.loss_bytes)
     asked = [question_of(config, cluster("p4de"), 2) for config in (plain, load(on).config)]
+    assert [each.operators for each in asked] == [EAGER, COMPILED]
+    steps = [answer(each).best.step_s for each in asked]
+    assert steps[1] < steps[0]
     assert [any("compile.enable" in note for note in each.notes) for each in asked] == [False, True]
 
 
