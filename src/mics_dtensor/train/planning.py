@@ -124,9 +124,7 @@ def _notes(config: RunConfig) -> tuple[str, ...]:
         if value_at(config, name)
     ]
     if config.compile.enable:
-        notes.append(
-            "compile.enable = true: times are those of compiled blocks, memory of eager ones"
-        )
+        notes.append("compile.enable = true is in the times; memory is that of eager operators")
     return tuple(notes)
 
 
