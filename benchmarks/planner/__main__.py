@@ -11,7 +11,7 @@ import statistics
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.planner import deepspeed, foundry, published, rates, replicated
+from benchmarks.planner import deepspeed, foundry, published, rates, replicated, titan
 from benchmarks.planner.checks import all_checks
 from benchmarks.planner.counted import byte_cases
 from benchmarks.planner.tables import decay_cases, fabrics, hops
@@ -28,6 +28,7 @@ def main() -> int:
         for name, cases in rates.groups().items():
             mean = statistics.mean(abs(case.error) for case in cases)
             print(f"left out of the fit, {name}: mean error of {len(cases)} {mean:.1%}")
+        print(f"float8: product_gain {titan.float8_gain():.2f}")
         print(f"A800 (AMSP): product_share {published.amsp_fit():.3f}")
         for curve, hop_s in hops().items():
             print(f"{curve}: hop_s {hop_s * 1e6:.1f} us")
@@ -42,8 +43,9 @@ def main() -> int:
     runs = {
         "llm-foundry 16-128": foundry.mpt_cases(),
         "llm-foundry 8, 16k and longer from shorter": list(rates.long_cases()),
-        "torchtitan 8 -> 128": published.titan_cases(),
-        "torchtitan compiled from eager": published.compiled_cases(),
+        "torchtitan 8 -> 128": titan.titan_cases(),
+        "torchtitan compiled from eager": titan.compiled_cases(),
+        "float8 from one run": titan.float8_cases(),
         "AMSP 64": published.amsp_cases(),
         "InternLM 8-1024": replicated.internlm_cases(),
         "IBM 96 and 128": replicated.ibm_cases(),

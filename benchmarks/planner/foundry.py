@@ -39,7 +39,7 @@ def mpt(row: dict[str, Any]) -> Setting:
     # H100 rows do not say their network: 3,200 Gbit/s, as all H100 presets.
     its = cluster_of(row["gpu"], row.get("nic_total_gbit_per_s", 3200))
     setting = fsdp1(row, shape, its, profile="fsdp2", micro_steps=row["grad_accum"], operators=MPT)
-    if row["precision"] == "amp_bf16":
+    if row["precision"].startswith("amp"):
         return replace(setting, policy=replace(BF16, reduce_itemsize=4, hop_itemsize=4))
     if row["activation_checkpoint"] == "full":
         return replace(setting, work=replace(setting.work, checkpointing="full"))
@@ -49,12 +49,22 @@ def mpt(row: dict[str, Any]) -> Setting:
 def rows_on_8_gpus() -> Iterator[dict[str, Any]]:
     """Every bf16 row of one node, of all lengths of a sequence."""
     yield from rows_of(lambda row: row["id"].startswith("mpt-") and row["gpus"] == 8)
+    yield from _tables("bf16")
+
+
+def float8_rows() -> Iterator[dict[str, Any]]:
+    """Those in float8 (Transformer Engine)."""
+    yield from _tables("fp8")
+
+
+def _tables(dtype: str) -> Iterator[dict[str, Any]]:
     for table in DATA["foundry"]:
-        if "unchecked" in table:
+        if not table["precision"].endswith(dtype):
             continue
         for values in zip(*(table[key] for key in KEYS), strict=True):
             row = table | dict(zip(KEYS, values, strict=True))
-            yield row | {"id": f"{row['model']} of {row['seq']}", "partition_group": 8}
+            name = f"{row['model']} of {row['seq']}" + " in float8" * (dtype == "fp8")
+            yield row | {"id": name, "partition_group": 8}
 
 
 def mpt_cases() -> list[Case]:

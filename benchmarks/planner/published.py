@@ -12,7 +12,7 @@ from typing import Any
 from mics_dtensor.layout import Layout
 from mics_dtensor.plan.cluster import Cluster, preset_cluster
 from mics_dtensor.plan.compute import Work
-from mics_dtensor.plan.operators import COMPILED, EAGER, Operators
+from mics_dtensor.plan.operators import EAGER, Operators
 from mics_dtensor.plan.options import Options
 from mics_dtensor.plan.overlap import PROFILES, Overlap
 from mics_dtensor.plan.presets.units import Policy, traffic_units
@@ -22,20 +22,18 @@ from mics_dtensor.plan.traffic import step_traffic
 from mics_dtensor.topology import Topology
 
 DATA = tomllib.loads((Path(__file__).parents[1] / "published" / "runs.toml").read_text("utf-8"))
-LLAMA_8B = ModelShape(
-    num_layers=32, hidden=4096, attention_width=4096, key_value_width=1024, ffn=14336, vocab=128256
-)
 GPUS = {
     "A100-SXM-40GB": "A100-40GB",
     "A100-SXM-80GB": "A100-80GB",
     "A800-80GB": "A800-80GB",
     "H100-SXM-80GB": "H100-80GB",
     "H100-96GB-HBM2e-500W": "H100-96GB",
+    "H200-SXM": "H200",
 }
 
 
 EAGER_2024 = replace(EAGER, norm_bytes=36)
-"""torch before 2.9, a norm by its operators: cast (6), square (8), mean (4), scale (8), cast (6),
+"""torch of 2024, a norm by its operators: cast (6), square (8), mean (4), scale (8), cast (6),
 weight (4)."""
 
 INTERNLM = Operators(norm_bytes=20, rotation_bytes=4, attention="flash-1")
@@ -111,6 +109,12 @@ def with_share(setting: Setting, share: float) -> Setting:
     return replace(setting, cluster=replace(setting.cluster, product_share=share))
 
 
+def with_gain(setting: Setting, gain: float) -> Setting:
+    """The same with products of blocks in float8."""
+    operators = replace(setting.work.operators, product_gain=gain)
+    return replace(setting, work=replace(setting.work, operators=operators))
+
+
 def fitted_share(setting: Setting, published: float) -> float:
     """The share of the peak with which a setting takes the published time."""
     low, high = 0.05, 3.0
@@ -183,56 +187,6 @@ def fsdp1(
         overlap=PROFILES[profile].on(its),
         policy=BF16,
     )
-
-
-def titan(row: dict[str, Any]) -> Setting:
-    """A row of torchtitan (S16): Llama 3.1 8B, sequences of 8,192, checkpointing by operator."""
-    its = cluster_of(row["gpu"], row["nic_total_gbit_per_s"])
-    return Setting(
-        shape=LLAMA_8B,
-        cluster=its,
-        gpus=row["gpus"],
-        partition_size=row["partition_group"],
-        work=Work(
-            shape=LLAMA_8B,
-            seq_len=8192,
-            micro_batch=2,
-            checkpointing="op",
-            operators=COMPILED if "compile" in row["id"] else EAGER_2024,
-        ),
-        micro_steps=1,
-        overlap=PROFILES["fsdp2"].on(its),
-        policy=Policy(chunked_loss=False),
-    )
-
-
-def titan_share(kind: str) -> float:
-    """The share that fits a system on 8 GPUs."""
-    (row,) = rows_of(lambda row: row["id"] == f"titan-8b-8-{kind}")
-    return fitted_share(titan(row), row["tok_s_gpu"])
-
-
-def titan_cases() -> list[Case]:
-    """128 GPUs, each with the share that fits the same system on 8."""
-    return [
-        _titan_case(row, titan_share(row["id"].rpartition("-128-")[2]))
-        for row in rows_of(lambda row: row["id"].startswith("titan-8b-128-"))
-    ]
-
-
-def compiled_cases() -> list[Case]:
-    """Compiled blocks on 8 and 128 GPUs, with the share that fits eager ones on 8."""
-    share = titan_share("eager")
-    return [
-        _titan_case(row, share)
-        for row in rows_of(lambda row: row["id"].startswith("titan-8b-"))
-        if row["id"].endswith("-compile")
-    ]
-
-
-def _titan_case(row: dict[str, Any], share: float) -> Case:
-    predicted = tokens_per_s(with_share(titan(row), share))
-    return Case(name=row["id"], published=row["tok_s_gpu"], predicted=predicted)
 
 
 def amsp(

@@ -85,6 +85,19 @@ def test_t10_by_hand() -> None:
     assert by_operator == pytest.approx((forward, backward + again))
 
 
+def test_t2_products_of_blocks_alone_are_faster_in_float8() -> None:
+    """Twice as fast: half their seconds are gone, those of attention and of the head are not."""
+    its = replace(cluster("p5"), memory_bytes_per_s=1e30)
+    head = replace(BLOCK, name="norm, lm_head")
+    gained = replace(EAGER, product_gain=2.0)
+    per_s = its.peak_flops_per_s * its.share_of_products(512)
+    products = 1024 * 2 * (512 * 1024 + 512 * 512 + 3 * 512 * 2048) / per_s
+    for unit, gone in ((BLOCK, (products / 2, products)), (head, (0.0, 0.0))):
+        bf16, float8 = (unit_compute_s(unit, work(operators=o), its) for o in (EAGER, gained))
+        less = tuple(a - b for a, b in zip(bf16, float8, strict=True))
+        assert less == pytest.approx(gone)
+
+
 def test_t10_a_kernel_without_a_rate_is_as_fast_as_products() -> None:
     p4d = cluster("p4d")
     for its, kernel in ((replace(p4d, attention=()), "flash-2"), (p4d, "as products")):
@@ -95,8 +108,11 @@ def test_t10_a_kernel_without_a_rate_is_as_fast_as_products() -> None:
 @pytest.mark.parametrize("name", presets()["cluster"])
 def test_t10_the_kernel_of_2023_is_the_faster_one(name: str) -> None:
     old, new = (cluster(name).attention_rate(kernel, 4096) for kernel in ("flash-1", "flash-2"))
-    assert new.share > old.share
-    assert new.backward < old.backward
+    if cluster(name).gpu == "V100-32GB":  # which it does not run on
+        assert replace(new, kernel="flash-1") == old
+    else:
+        assert new.share > old.share
+        assert new.backward < old.backward
 
 
 @pytest.mark.parametrize("name", presets()["cluster"])

@@ -14,9 +14,11 @@ from benchmarks.planner import (
     rates,
     replicated,
     tables,
+    titan,
 )
 from benchmarks.planner.published import Case
 from mics_dtensor.plan.cluster import presets
+from mics_dtensor.plan.operators import FLOAT8_GAIN
 from mics_dtensor.plan.overlap import HOST_0_5, PROFILES
 
 AT_THE_EDGE_OF_ITS_MEMORY = "mpt-70b-a100-40gb-64"
@@ -35,14 +37,21 @@ def test_llm_foundry_from_16_to_128_gpus() -> None:
 
 
 def test_torchtitan_from_8_to_128_gpus() -> None:
-    cases = published.titan_cases()
+    cases = titan.titan_cases()
     assert len(cases) == 3
     hold(cases)
 
 
 def test_compiled_blocks_of_torchtitan_from_eager_ones() -> None:
-    cases = published.compiled_cases()
+    cases = titan.compiled_cases()
     assert [case.name for case in cases] == ["titan-8b-8-compile", "titan-8b-128-compile"]
+    hold(cases)
+
+
+def test_float8_from_one_run_of_8_gpus() -> None:
+    assert titan.float8_gain() == pytest.approx(FLOAT8_GAIN, abs=0.005)
+    cases = titan.float8_cases()
+    assert len(cases) == 13
     hold(cases)
 
 

@@ -63,7 +63,7 @@ def _block_s(work: Work, cluster: Cluster) -> tuple[float, float]:
     shape, how = work.part, work.checkpointing
     width = width_of_products(work.shape.hidden, work.tensor_parallel)
     kernel = cluster.attention_rate(work.operators.attention, width)
-    products_per_s = _products_per_s(work, cluster)
+    products_per_s = work.operators.product_gain * _products_per_s(work, cluster)
     attention = shape.attention_flops(work.seq_len)
     attention_s = attention / (cluster.peak_flops_per_s * kernel.share)
     products_s = (shape.block_flops(work.seq_len) - attention) / products_per_s

@@ -15,7 +15,8 @@ class Operators:
 
     `norm` and `sum` are of one of the block's two, `rotation` of an element of queries or keys,
     `gate` (silu and product) or `gelu` of one of the feed-forward, `score` of a score of attention,
-    where its kernel writes them. `loss_bytes` are of a logit, forward and backward.
+    where its kernel writes them. `loss_bytes` are of a logit, forward and backward. Products of
+    blocks are `product_gain` times as fast as in bf16 (T2).
     """
 
     norm_bytes: float = 4
@@ -26,6 +27,7 @@ class Operators:
     score_bytes: float = 0
     loss_bytes: float = 26
     attention: Attention = "flash-2"
+    product_gain: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +43,13 @@ class AttentionRate:
 
 
 EAGER = Operators()
-"""torch since 2.9, one kernel an operator: norms fused, the rotation in fp32 (read 2, written 4,
+"""torch 2.13, one kernel an operator: norms fused, the rotation in fp32 (read 2, written 4,
 multiplied 8, read 4, written 2), silu (4) and product (6). The loss: logits written, cast, read
 twice for the softmax; its gradient written in fp32 and cast back."""
+
+FLOAT8_GAIN = 1.50
+"""Products in float8, with one scale a tensor, over those in bf16, casts included: fitted by
+`python -m benchmarks.planner --fit` on one run of 8 H100."""
 
 COMPILED = Operators(norm_bytes=2, rotation_bytes=4, gate_bytes=6, loss_bytes=10)
 """torch.compile: a norm takes its input from the sum before it; rotation, gate and loss read their
