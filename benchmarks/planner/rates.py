@@ -76,69 +76,22 @@ def held() -> Rates:
     )
 
 
-Pairs = Sequence[tuple[Setting, float]]
-
-
 def fitted(rows: Sequence[dict[str, Any]]) -> Rates:
     """Least squares of relative errors over `rows`, those beyond NEAR in proportion (Huber)."""
+    from scipy.optimize import least_squares  # of the extra `test`
+
     pairs = [(mpt(row), float(row["tok_s_gpu"])) for row in rows]
-    logs = [log(getattr(held(), name)) for name in NAMES]
-    errors, damping = _errors(pairs, logs), 1e-3
-    while damping < 1.0:
-        slopes = [_slope(pairs, logs, errors, place) for place in range(len(NAMES))]
-        weights = [min(1.0, NEAR / max(abs(error), 1e-9)) for error in errors]
-        matrix = [
-            [sum(w * a * b for w, a, b in zip(weights, i, j, strict=True)) for j in slopes]
-            for i in slopes
-        ]
-        wanted = [
-            -sum(w * a * e for w, a, e in zip(weights, i, errors, strict=True)) for i in slopes
-        ]
-        for place, line in enumerate(matrix):
-            line[place] *= 1 + damping
-        moved = [at + by for at, by in zip(logs, _solved(matrix, wanted), strict=True)]
-        found = _errors(pairs, moved)
-        better = _cost(errors) - _cost(found)
-        if better > 0:
-            logs, errors, damping = moved, found, damping / 5
-        if better < 1e-7:
-            damping = damping * 25 if better <= 0 else 1.0
-    return _rates(logs)
+
+    def errors(logs: Sequence[float]) -> list[float]:
+        rates = _rates(logs)
+        return [tokens_per_s(rates.on(setting)) / published - 1 for setting, published in pairs]
+
+    begin = [log(getattr(held(), name)) for name in NAMES]
+    return _rates(least_squares(errors, begin, loss="huber", f_scale=NEAR, diff_step=1e-4).x)
 
 
 def _rates(logs: Sequence[float]) -> Rates:
     return Rates(**{name: exp(value) for name, value in zip(NAMES, logs, strict=True)})
-
-
-def _errors(pairs: Pairs, logs: Sequence[float]) -> list[float]:
-    rates = _rates(logs)
-    return [tokens_per_s(rates.on(setting)) / published - 1 for setting, published in pairs]
-
-
-def _slope(pairs: Pairs, logs: Sequence[float], errors: Sequence[float], place: int) -> list[float]:
-    step = 1e-3
-    moved = [at + step * (i == place) for i, at in enumerate(logs)]
-    return [(b - a) / step for a, b in zip(errors, _errors(pairs, moved), strict=True)]
-
-
-def _cost(errors: Sequence[float]) -> float:
-    sizes = [abs(error) for error in errors]
-    return sum(size**2 if size < NEAR else NEAR * (2 * size - NEAR) for size in sizes)
-
-
-def _solved(matrix: list[list[float]], wanted: list[float]) -> list[float]:
-    """Gauss, for a matrix that is symmetric and positive."""
-    lines = [[*line, value] for line, value in zip(matrix, wanted, strict=True)]
-    for place, line in enumerate(lines):
-        for other in lines[place + 1 :]:
-            share = other[place] / line[place]
-            other[:] = [a - share * b for a, b in zip(other, line, strict=True)]
-    found: list[float] = []
-    for place in reversed(range(len(lines))):
-        *line, value = lines[place]
-        known = sum(a * b for a, b in zip(line[place + 1 :], found, strict=True))
-        found.insert(0, (value - known) / line[place])
-    return found
 
 
 @cache
@@ -167,7 +120,6 @@ def groups() -> dict[str, list[Case]]:
     return {
         f"{LONG:,} tokens and more": list(long_cases()),
         "1,024 tokens and less": left_out(lambda row: row["seq"] <= 1024),
-        "checkpointing": left_out(lambda row: row["activation_checkpoint"] == "full"),
     }
 
 
