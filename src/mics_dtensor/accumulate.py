@@ -19,11 +19,13 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from mics_dtensor.accumulation_arguments import refuse_arguments
 from mics_dtensor.audit import audit_gradients, lost_at_boundary, unheld_parameter
 from mics_dtensor.boundary import Boundary
 from mics_dtensor.bucket import Message
 from mics_dtensor.errors import AccumulationError
 from mics_dtensor.mesh import hop_stages_of
+from mics_dtensor.parts import parts_of
 from mics_dtensor.plan.options import BUCKET_SIZE_BYTES
 from mics_dtensor.stage import named_range
 from mics_dtensor.upstream import (
@@ -69,9 +71,16 @@ def gradient_accumulation(
     CommunicationError where a message fails. After any exception `.grad` is what it was before,
     and the next step starts clean.
     """
-    parts = [model] if isinstance(model, nn.Module) else list(model)
+    parts = parts_of(model)
     units = units_of(parts)
-    _refuse(parts, units, num_micro_steps, early=overlap_boundary, static=static_gradients)
+    refuse_arguments(
+        num_micro_steps=num_micro_steps,
+        second_hop_dtype=second_hop_dtype,
+        bucket_size_bytes=bucket_size_bytes,
+        overlap_boundary=overlap_boundary,
+        static_gradients=static_gradients,
+    )
+    _refuse(parts, units, static=static_gradients)
     boundary = Boundary(
         units,
         Message(second_hop_dtype, hop_stages_of(parts)),
@@ -196,7 +205,7 @@ class Accumulation:
 
     def holds_partial_sum_of(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether the gradient of one of `parameters` is that of one replica so far."""
-        if self._state not in ("partial", "failed"):
+        if self._state == "synchronized" or not self._boundary.has_begun:
             return False
         mine = {id(gradient.param.parameter) for gradient in self._boundary}
         return any(id(parameter) in mine for parameter in parameters)
@@ -266,28 +275,11 @@ def refuse_partial_sums(parameters: Iterable[torch.Tensor], *, what: str) -> Non
         raise AccumulationError(_TOO_EARLY.format(what))
 
 
-def _refuse(
-    parts: list[nn.Module],
-    units: list[Unit],
-    num_micro_steps: int | None,
-    *,
-    early: bool,
-    static: bool,
-) -> None:
+def _refuse(parts: list[nn.Module], units: list[Unit], *, static: bool) -> None:
     """Refuse at entry, with nothing changed, what would lose or corrupt a sum."""
-    if num_micro_steps is not None and (type(num_micro_steps) is not int or num_micro_steps < 1):
-        raise AccumulationError(
-            f"num_micro_steps is {num_micro_steps!r}; give a whole number, 1 or more, or None "
-            "where it is not known beforehand"
-        )
     if not units:
         raise AccumulationError(
             "the model has no FSDP units: call torch.distributed.fsdp.fully_shard on it first"
-        )
-    if early and static:
-        raise AccumulationError(
-            "overlap_boundary takes gradients out of .grad and static_gradients keeps them there; "
-            "choose one"
         )
     if any(a.holds(units) for a in _OPEN.get()):
         raise AccumulationError(

@@ -22,6 +22,7 @@ from mics_dtensor.mesh import (
     ranks_of,
     remember_hop_stages,
 )
+from mics_dtensor.parts import parts_of
 from mics_dtensor.topology import Topology
 from mics_dtensor.upstream import (
     Unit,
@@ -55,7 +56,7 @@ def apply_mics(
     Collective: every rank of the world calls it. Raises ConfigError, on every rank and before
     anything is changed, where the model or its mesh cannot be trained right on any of them.
     """
-    parts = [model] if isinstance(model, nn.Module) else list(model)
+    parts = parts_of(model)
     units = units_of(parts)
     if node_local_backward and not hierarchical:
         raise ConfigError("node_local_backward is a part of the hierarchy: leave hierarchical on")
@@ -82,12 +83,12 @@ def apply_mics(
 def stage_groups(model: nn.Module | Iterable[nn.Module]) -> list[dist.ProcessGroup]:
     """The process groups that apply_mics made for this rank, for those who set timeouts."""
     made: dict[dist.ProcessGroup, None] = {}
-    model = [model] if isinstance(model, nn.Module) else list(model)
-    for unit in units_of(model):
+    parts = parts_of(model)
+    for unit in units_of(parts):
         if isinstance(unit.all_gather, HierarchicalAllGather):
             stages = unit.all_gather.stages
             made |= {stages.across_nodes: None, stages.within_node: None}
-    for stages in hop_stages_of(model).values():
+    for stages in hop_stages_of(parts).values():
         made |= {stages.across_nodes: None, stages.within_node: None}
     return list(made)
 

@@ -22,6 +22,11 @@ def audit_units(units: Sequence[Unit], topology: Topology) -> None:
             "the model has no FSDP units: call torch.distributed.fsdp.fully_shard on its blocks "
             "and on the model, with mesh=mesh['replicate', 'shard'], before apply_mics"
         )
+    if not isinstance(topology, Topology):
+        raise ConfigError(
+            f"topology is no Topology but {topology!r}: give Topology.detect(), or "
+            "Topology.uniform(world_size=..., ranks_per_node=...)"
+        )
     running = dist.get_world_size()
     if topology.world_size != running:
         raise ConfigError(

@@ -51,7 +51,7 @@ class Boundary:
         self.buckets = self._fill(bucket_size_bytes)
         self.left: dict[Gradient, bool] = {}  # by gradients of launched buckets: was it there
         self.may_leave = False  # early, and in the last micro-step
-        self._is_set_aside = False
+        self.has_begun = False  # something arrives: gradients found before are set aside
 
     def __iter__(self) -> Iterator[Gradient]:
         for gradients in self.gradients.values():
@@ -59,9 +59,9 @@ class Boundary:
 
     def set_aside(self) -> None:
         """Once, before anything arrives: gradients that are there count as already reduced."""
-        if self._is_set_aside:
+        if self.has_begun:
             return
-        self._is_set_aside = True
+        self.has_begun = True
         for bucket in self.buckets:
             num_replicas = 1 if bucket.group is None else bucket.group.size()
             for gradient in bucket.gradients:
@@ -136,7 +136,7 @@ class Boundary:
                     bucket.work.wait()
                 except RuntimeError as error:  # the first error is the one to raise
                     logger.warning("abandoned second hop of %s: %s", bucket.names, error)
-        for gradient in self if self._is_set_aside else ():
+        for gradient in self if self.has_begun else ():
             gradient.abandon()
 
     def _next_bucket(self) -> Bucket | None:

@@ -48,6 +48,7 @@ def total_norm(
     parameters: Iterable[torch.Tensor], *, norm_type: float = 2.0, foreach: bool | None = None
 ) -> torch.Tensor:
     """The norm of all gradients, a scalar tensor. Collective as clip_grad_norm_ is."""
+    norm_type = float(norm_type)  # torch takes "inf" too
     if not norm_type > 0:
         raise ConfigError(f"norm_type is {norm_type}; give a number above 0, or inf")
     parameters = list(parameters)

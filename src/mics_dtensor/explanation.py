@@ -12,6 +12,7 @@ from mics_dtensor.collectives import HierarchicalAllGather
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.layout import GroupShape
 from mics_dtensor.mesh import hop_stages_of, node_blocks, ranks_of
+from mics_dtensor.parts import parts_of
 from mics_dtensor.plan.comparison import Comparison
 from mics_dtensor.plan.options import BUCKET_SIZE_BYTES, Options
 from mics_dtensor.plan.unit import Unit
@@ -40,7 +41,9 @@ def explain(
     if every stage were like them. Bytes are those of the best algorithm, summed over the world;
     calls are those of one rank. Raises ConfigError where no topology is known.
     """
-    parts = [model] if isinstance(model, nn.Module) else list(model)
+    parts = parts_of(model)
+    if type(num_micro_steps) is not int or num_micro_steps < 1:
+        raise ConfigError(f"num_micro_steps is {num_micro_steps!r}; give a whole number, 1 or more")
     topology = topology or next((getattr(part, "mics_topology", None) for part in parts), None)
     if topology is None:
         raise ConfigError(

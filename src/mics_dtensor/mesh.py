@@ -50,6 +50,11 @@ def init_mesh(layout: Layout, *, device_type: str) -> DeviceMesh:
     Its groups have the timeout of the world's group. Collective: every rank of the world calls it.
     Raises ConfigError where the world that runs is not the one of the layout.
     """
+    if not isinstance(layout, Layout):
+        raise ConfigError(
+            f"layout is no Layout but a {type(layout).__name__}: give Layout(topology=..., "
+            "partition_size=...)"
+        )
     running = dist.get_world_size() if dist.is_initialized() else None
     wanted = layout.topology.world_size
     if running is not None and running != wanted:

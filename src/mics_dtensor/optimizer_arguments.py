@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mics_dtensor.errors import ConfigError
+from mics_dtensor.parts import parts_of
 from mics_dtensor.upstream import Unit, units_of
 
 ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -44,12 +45,10 @@ def refuse_class(optimizer_cls: Any, elementwise: bool | None) -> None:
 
 def sharded_parts(model: Any) -> tuple[list[nn.Module], list[Unit]]:
     """The model parts and their units. Raises ConfigError where there are none."""
-    parts = [model] if isinstance(model, nn.Module) else list(model)
-    if wrong := [type(its).__name__ for its in parts if not isinstance(its, nn.Module)]:
-        raise ConfigError(
-            f"a {wrong[0]} is no model: give the model, or its parts, whose parameters "
-            "are found by themselves; choose among them with param_groups="
-        )
+    try:
+        parts = parts_of(model)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; choose among them with param_groups=") from None
     units = units_of(parts)
     if not units:
         raise ConfigError(
@@ -74,10 +73,16 @@ def _refuse_held_twice(units: list[Unit]) -> None:
             seen.add(id(param.parameter))
 
 
-def groups_of(units: list[Unit], given: Iterable[Any] | None) -> Groups:
-    """The groups as torch's optimizers hold them, parameters in lists; tensors alone are one."""
+def groups_of(parts: list[nn.Module], units: list[Unit], given: Iterable[Any] | None) -> Groups:
+    """The groups as torch's optimizers hold them, parameters in lists; tensors alone are one.
+
+    None given are all that train, in the order of `model.parameters()`, as states of a plain
+    optimizer are numbered.
+    """
     if given is None:
-        given = [p.parameter for u in units for p in u.params if p.parameter.requires_grad]
+        held = {id(param.parameter) for unit in units for param in unit.params}
+        every = dict.fromkeys(p for part in parts for p in part.parameters())
+        given = [p for p in every if p.requires_grad and id(p) in held]
     given = list(given)
     if all(isinstance(its, torch.Tensor) for its in given):
         given = [{"params": given}]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from mics_dtensor.errors import ConfigError, ReplicaError
+from mics_dtensor.parts import parts_of
 from mics_dtensor.stage import stage
 from mics_dtensor.upstream import do_before_unshard, local_of, units_of
 
@@ -24,7 +25,7 @@ def synchronize_replicas(model: nn.Module | Iterable[nn.Module]) -> None:
     materialised. Raises ConfigError, before anything is sent, for parameters on the meta device,
     and for a model without FSDP units.
     """
-    for held in _held(model):
+    for held in _held(model, statistics=True):
         if held.group.size() == 1:
             continue
         with torch.no_grad(), stage("synchronize replicas", held.name, held.group) as group:
@@ -43,13 +44,15 @@ def synchronize_replicas(model: nn.Module | Iterable[nn.Module]) -> None:
 def check_replicas(model: nn.Module | Iterable[nn.Module]) -> None:
     """Raise ReplicaError, on every rank, if a parameter or buffer differs between replicas.
 
+    Running statistics of batch and instance norms are not compared: each rank has those of its own
+    batches, as under FSDP2 alone.
     One checksum a tensor, one small message a unit and one over the world: cheap beside a step. It
     sees any change of a single number, and all but a vanishing part of the others. The error names
     what differs. Collective: every rank of the world calls it.
     """
     differing: list[str] = []
     device = torch.device("cpu")
-    for held in _held(model):
+    for held in _held(model, statistics=False):
         device = held.device
         if held.group.size() > 1:
             sums = torch.stack([_checksum(its).to(device) for its in held.tensors.values()])
@@ -81,9 +84,9 @@ class _Held:
     tensors: dict[str, torch.Tensor]  # local, by the name in the model
 
 
-def _held(model: nn.Module | Iterable[nn.Module]) -> list[_Held]:
+def _held(model: nn.Module | Iterable[nn.Module], *, statistics: bool) -> list[_Held]:
     """Unit by unit, in an order that all replicas share; then what is in no unit."""
-    parts = [model] if isinstance(model, nn.Module) else list(model)
+    parts = parts_of(model)
     units = units_of(parts)
     if not units:
         raise ConfigError(
@@ -92,6 +95,7 @@ def _held(model: nn.Module | Iterable[nn.Module]) -> list[_Held]:
         )
     do_before_unshard(units)
     mine = {(unit.part, param.name) for unit in units for param in unit.params}
+    left_out = set() if statistics else {id(its) for part in parts for its in _statistics(part)}
     label = "part {}, {}" if len(parts) > 1 else "{1}"
     held = [
         _Held(
@@ -107,7 +111,7 @@ def _held(model: nn.Module | Iterable[nn.Module]) -> list[_Held]:
         label.format(number, name): local_of(tensor.detach())
         for number, part in enumerate(parts)
         for name, tensor in (*part.named_buffers(), *part.named_parameters())
-        if (number, name) not in mine
+        if (number, name) not in mine and id(tensor) not in left_out
     }
     if held and others:
         first = held[0]
@@ -125,6 +129,19 @@ def _held(model: nn.Module | Iterable[nn.Module]) -> list[_Held]:
             if isinstance(module, FSDPModule):
                 module.reshard()  # a root that ran would go on with its unsharded copy
     return held
+
+
+def _statistics(part: nn.Module) -> Iterator[torch.Tensor]:
+    """Buffers that a forward fills from its own batch."""
+    for module in part.modules():
+        if isinstance(module, _NORMS):
+            yield from module.buffers(recurse=False)
+
+
+_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

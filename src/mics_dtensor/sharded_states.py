@@ -82,7 +82,7 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
         self.overlap_update = overlap_update
         parts, units = sharded_parts(model)
         self._parts = parts
-        groups = groups_of(units, param_groups)
+        groups = groups_of(parts, units, param_groups)
         chosen = {id(parameter) for group in groups for parameter in group["params"]}
         if master_weights not in ("fp32", "sharded"):
             raise ConfigError(f'master_weights is {master_weights!r}; give "fp32" or "sharded"')
@@ -199,9 +199,12 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
         state_dict = run_load_hooks(self, state_dict)
         parameters = [p for group in self.param_groups for p in group["params"]]
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
-        if len(names) != len(parameters):
+        saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if saved_sizes != sizes:
             raise CheckpointError(
-                f"the saved optimizer has {len(names)} parameters, this one {len(parameters)}"
+                f"the saved optimizer has groups of {saved_sizes} parameters, this one of {sizes}: "
+                "make it with the same param_groups"
             )
         for name, parameter in zip(names, parameters, strict=True):
             saved = dict(state_dict["state"].get(name, {}))

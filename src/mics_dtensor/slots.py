@@ -161,8 +161,14 @@ class Slot:
             return value.flat.clone()
         if not isinstance(value, torch.Tensor):
             return value
-        if value.dim() == 0 or value.shape != self.parameter.shape:
+        if value.dim() == 0:
             return value.clone()
+        if value.shape != self.parameter.shape:
+            raise CheckpointError(
+                f"a state for {self.slice.param.name}, of {tuple(self.parameter.shape)}, has "
+                f"{tuple(value.shape)}: the saved optimizer has its parameters in another order, "
+                "or is of another model; give both the same param_groups"
+            )
         local = local_of(value)
         if local is not value:
             return self.slice.of(local).clone()

@@ -85,6 +85,9 @@ class Topology:
     @classmethod
     def uniform(cls, *, world_size: int, ranks_per_node: int) -> Topology:
         """Nodes of `ranks_per_node` consecutive ranks each. Pure: no process group, no torch."""
+        for name, ranks in (("world_size", world_size), ("ranks_per_node", ranks_per_node)):
+            if not isinstance(ranks, int):
+                raise TopologyError(f"{name} {ranks!r} is not a number of ranks; give a whole one")
         if world_size < 1:
             raise TopologyError(f"world_size {world_size} is not a number of ranks; give 1 or more")
         if ranks_per_node < 1 or world_size % ranks_per_node:

@@ -10,7 +10,7 @@ PACKAGE = "mics_dtensor"
 # A file imports only from lines above its own; siblings inside one package excepted.
 ORDER = (
     ("errors", "upstream"),
-    ("topology", "world"),
+    ("topology", "world", "parts"),
     ("layout",),
     ("plan", "mesh", "stage"),
     ("gloo",),
@@ -18,7 +18,7 @@ ORDER = (
     ("slices",),
     ("gradient", "agreement", "slots"),
     ("bucket",),
-    ("boundary", "audit"),
+    ("boundary", "audit", "accumulation_arguments"),
     ("accumulate", "apply", "replicas"),
     ("clip", "explanation", "masters", "measure", "optimizer_arguments"),
     ("sharded_states",),

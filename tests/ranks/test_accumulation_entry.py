@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from mics_dtensor.accumulate import gradient_accumulation
 from mics_dtensor.clip import clip_grad_norm_
 from mics_dtensor.errors import AccumulationError
+from mics_dtensor.upstream import local_of
 
 UNITS = {"u": {"a": (5, 3), "b": (7,)}, "v": {"c": (2,)}}
 WAYS: tuple[dict[str, Any], ...] = ({}, {"overlap_boundary": True, "bucket_size_bytes": 1})
@@ -315,3 +316,45 @@ def run_and_fail(model: Toy) -> None:
 
 def _world() -> int:
     return dist.get_world_size()
+
+
+@ranks(4)
+def test_arguments_that_mean_nothing_are_refused_at_entry() -> None:
+    model = toy()
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"second_hop_dtype": "bfloat16"}, "second_hop_dtype is 'bfloat16'; give one of torch."),
+        ({"second_hop_dtype": torch.int32}, "second_hop_dtype is torch.int32; give one of"),
+        ({"second_hop_dtype": torch.complex64}, "second_hop_dtype is torch.complex64"),
+        ({"bucket_size_bytes": "1MB"}, "bucket_size_bytes is '1MB'; give a whole number"),
+        ({"bucket_size_bytes": None}, "bucket_size_bytes is None"),
+        ({"bucket_size_bytes": float("nan")}, "bucket_size_bytes is nan"),
+        ({"bucket_size_bytes": 0}, "bucket_size_bytes is 0"),
+        ({"num_micro_steps": True}, "num_micro_steps is True; give a whole number"),
+    ]
+    for options, said in wrong:
+        with pytest.raises(AccumulationError, match=said):
+            gradient_accumulation(model, **{"num_micro_steps": 1, **options}).__enter__()
+    run(model, 8)
+    expect(model, 8 + 12)
+
+
+@ranks(4)
+def test_a_step_without_any_micro_step_is_refused_too() -> None:
+    """Backwards in the context but outside of micro_step(): their sum is that of one replica."""
+    model = toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = [whole.clone() for whole in map(local_of, model.parameters())]
+    context = gradient_accumulation(model, num_micro_steps=2)
+    context.__enter__()
+    optimizer.step()  # nothing has arrived: there is nothing to spoil
+    model(use(8)).backward()
+    with pytest.raises(AccumulationError, match="an optimizer step before the last micro-step"):
+        optimizer.step()
+    with pytest.raises(AccumulationError, match="clip_grad_norm_ before the last"):
+        clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(AccumulationError, match="announced, but 0 ran"):
+        context.__exit__(None, None, None)
+    after = map(local_of, model.parameters())
+    assert all(torch.equal(was, now) for was, now in zip(before, after, strict=True))
+    run(model, 8)
+    expect(model, 8 + 12)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from mics_dtensor import apply_mics, explain, gradient_accumulation, synchronize_replicas
 from mics_dtensor.errors import AccumulationError, ConfigError
+from mics_dtensor.mesh import init_mesh
 from mics_dtensor.topology import Topology
 from mics_dtensor.upstream import units_of
 
@@ -65,6 +66,10 @@ def test_models_and_topologies() -> None:
     model = shard(stack(), mesh_of(1, 4))
     said = refusal(model, Topology.uniform(world_size=8, ranks_per_node=4))
     assert said.startswith("the topology is of 8 ranks, but 4 are running; give Topology.uniform(")
+    said = refusal(model, 2)  # type: ignore[arg-type]
+    assert said.startswith("topology is no Topology but 2: give Topology.detect(), or")
+    with pytest.raises(ConfigError, match="layout is no Layout but a DeviceMesh: give Layout"):
+        init_mesh(mesh_of(1, 4), device_type="cpu")  # type: ignore[arg-type]
     interleaved = Topology(nodes=((0, 2), (1, 3)))
     said = refusal(model, interleaved)
     assert "order the ranks node by node" in said

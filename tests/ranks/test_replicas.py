@@ -1,5 +1,8 @@
 """Replicas start equal bit for bit, and a change of one number on one rank is named on all."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,9 +11,16 @@ from harness.sharded import Stack, batch, equal_over, mesh_of, said_by_all, shar
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from mics_dtensor import synchronize_replicas
+from mics_dtensor import (
+    ReplicaShardedOptimizer,
+    apply_mics,
+    explain,
+    gradient_accumulation,
+    synchronize_replicas,
+)
 from mics_dtensor.errors import ConfigError, ReplicaError
 from mics_dtensor.replicas import check_replicas
+from mics_dtensor.topology import Topology
 from mics_dtensor.upstream import local_of
 
 
@@ -124,3 +134,46 @@ def test_the_meta_device_is_refused() -> None:
     shard(model, mesh_of(2, 1))
     with pytest.raises(ConfigError, match=r"head\.weight is on the meta device: call"):
         synchronize_replicas(model)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(x))
+
+
+@ranks(4)
+def test_running_statistics_are_each_ranks_own() -> None:
+    """As under FSDP2 alone: they start equal, part with the batches, and are not compared."""
+    model = fully_shard(Normed(), mesh=mesh_of(2, 2))
+    model.norm.running_mean.fill_(dist.get_rank())
+    synchronize_replicas(model)
+    assert equal_over([model.norm.running_mean], mesh_of(2, 2)["replicate"].get_group())
+    model(torch.randn(3, 4) + dist.get_rank())
+    assert not equal_over([model.norm.running_mean], mesh_of(2, 2)["replicate"].get_group())
+    check_replicas(model)
+    if dist.get_rank() == 3:
+        local_of(model.norm.weight).data.add_(1e-3)
+    with pytest.raises(ReplicaError, match=r"replicas differ in norm.weight: call"):
+        check_replicas(model)
+
+
+@ranks(2)
+def test_what_is_no_model_is_told_by_every_call() -> None:
+    model = random_on_every_rank(2, 1)
+    topology = Topology.uniform(world_size=2, ranks_per_node=1)
+    calls: list[Callable[[Any], object]] = [
+        synchronize_replicas,
+        check_replicas,
+        lambda given: apply_mics(given, topology=topology),
+        lambda given: explain(given, num_micro_steps=1, topology=topology),
+        lambda given: gradient_accumulation(given, num_micro_steps=1).__enter__(),
+        lambda given: ReplicaShardedOptimizer(given, torch.optim.AdamW),
+    ]
+    for call in calls:
+        for given, name in ((model.head.weight, "DTensor"), ({"a": model}, "str"), (2, "int")):
+            with pytest.raises(ConfigError, match=f"a {name} is no model: give the model"):
+                call(given)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from mics_dtensor import apply_mics, gradient_accumulation
+from mics_dtensor.errors import CheckpointError
 from mics_dtensor.sharded_states import ReplicaShardedOptimizer
 from mics_dtensor.topology import Topology
 from mics_dtensor.upstream import local_of
@@ -285,3 +286,38 @@ def bytes_between(counted: Collectives, topology: Topology) -> float:
     total = torch.tensor(between)
     dist.all_reduce(total)
     return total.item()
+
+
+@ranks(4, timeout_s=110)
+def test_states_of_a_plain_optimizer_are_loaded_by_number() -> None:
+    """As torch has it: states are numbered as `model.parameters()` are."""
+    mesh = mesh_of(2, 2)
+    plain, model = (shard(stack(depth=3), mesh) for _ in range(2))  # the root's unit comes first
+    optimizers = adamw(plain), sliced(model)
+
+    def train(its: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+        for step in numbers:
+            with gradient_accumulation(its, num_micro_steps=2) as accumulation:
+                for micro in range(2):
+                    with accumulation.micro_step():
+                        its(batch(step, micro, dist.get_rank())).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(plain, optimizers[0], range(3))
+    model.load_state_dict(plain.state_dict())
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    train(plain, optimizers[0], range(3, 6))
+    train(model, optimizers[1], range(3, 6))
+    expect_equal(model, plain, bits=True)
+
+    other = torch.optim.AdamW(list(reversed(list(plain.parameters()))), lr=1e-2)
+    other.load_state_dict(optimizers[0].state_dict())
+    saved = other.state_dict()
+    saved["state"] = dict(zip(saved["state"], reversed(saved["state"].values()), strict=True))
+    with pytest.raises(CheckpointError, match="its parameters in another order, or is of another"):
+        optimizers[1].load_state_dict(saved)
+    other_model = shard(stack(depth=3), mesh)
+    groups = [{"params": [p]} for p in other_model.parameters()]
+    with pytest.raises(CheckpointError, match=r"groups of \[\d+\] parameters, this one of \[1, 1"):
+        sliced(other_model, param_groups=groups).load_state_dict(optimizers[0].state_dict())

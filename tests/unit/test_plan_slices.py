@@ -53,6 +53,19 @@ def test_the_peak_falls_by_what_is_cut() -> None:
     assert plain.traced - sliced.traced == 7 * numel
 
 
+def test_sums_of_gradients_are_fp32_whatever_the_parameters_are() -> None:
+    """As gradient_accumulation keeps them (test_accumulation_sums.py); a plain step does not."""
+    model = preset("llama3", "8B")
+    layout = Layout(topology=Topology.uniform(world_size=64, ranks_per_node=8), partition_size=8)
+    units = traffic_units(model, layout, Policy())
+    work = Work(shape=shape_of(model), seq_len=8192, micro_batch=1, checkpointing="full")
+    wide, narrow, alone = (
+        peak_memory(units, work, Holding(num_micro_steps=4, **options)).gradients
+        for options in ({}, {"param_itemsize": 2}, {"param_itemsize": 2, "fp32_sums": False})
+    )
+    assert wide == narrow == 2 * alone > 0
+
+
 def test_explain_tells_memory_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     def told(*arguments: str) -> tuple[int, int]:
         config = str(ROOT / "train_configs" / "llama3_8b_2x8.toml")

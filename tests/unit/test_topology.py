@@ -81,6 +81,8 @@ def test_unequal_nodes_are_refused_by_name(hosts: Sequence[str], said: str) -> N
         (4, 0, "ranks_per_node 0 does not divide the world size 4; choose from [1, 2, 4]"),
         (4, -2, "ranks_per_node -2 does not divide the world size 4; choose from [1, 2, 4]"),
         (0, 8, "world_size 0 is not a number of ranks; give 1 or more"),
+        ("4", 2, "world_size '4' is not a number of ranks; give a whole one"),
+        (4, 2.0, "ranks_per_node 2.0 is not a number of ranks; give a whole one"),
     ],
 )
 def test_uniform_nodes_must_divide_the_world(

@@ -45,6 +45,9 @@ class Holding:
     num_loss_chunks: int = 1
     num_micro_steps: int = 1
     hierarchical: bool = True
+    fp32_sums: bool = (
+        True  # of gradients, as gradient_accumulation keeps them; FSDP2 alone does not
+    )
     max_seq_len: int | None = None
     """Positions of the rotary table of each block; not given, those of a sequence."""
     reserved_bytes: int | None = None
@@ -52,8 +55,8 @@ class Holding:
 
     @property
     def gradient_itemsize(self) -> int:
-        """Bytes of an element of `.grad`."""
-        return 4 if self.has_masters else self.param_itemsize
+        """Bytes of an element of what a step has summed."""
+        return 4 if self.fp32_sums else self.param_itemsize
 
     @property
     def states_itemsize(self) -> int:

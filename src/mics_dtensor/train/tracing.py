@@ -80,6 +80,7 @@ class Tracer:
                 param_itemsize=question.param_itemsize,
                 num_micro_steps=_micro_steps(question, variant),
                 hierarchical=False,
+                fp32_sums=False,
                 max_seq_len=max_seq_len(self._config),
             ),
             CPU,
