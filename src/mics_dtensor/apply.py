@@ -127,7 +127,7 @@ def _agree(
                 mine.append(ranks_of(unit.replicate_group))
     except MicsError as refusal:
         error = str(refusal)
-    said = _Said(list(dict.fromkeys(mine)), error, str(given))
+    said = _Said(list(dict.fromkeys(mine)), error, "" if error else str(given))
     everyone: list[_Said] = [said] * dist.get_world_size()
     dist.all_gather_object(everyone, said)
     if error is not None:
