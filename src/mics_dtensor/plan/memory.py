@@ -37,7 +37,8 @@ CPU = Kernels(fused_norm=False, keeps_attention=False)
 class Holding:
     """How parameters and their gradients are held; `num_loss_chunks` as [loss] num_chunks.
 
-    `has_masters`: gradients are fp32, and beside the states there are fp32 weights, cut like them.
+    `has_masters`: beside the states there are fp32 weights, cut like them. `fp32_sums`: gradients
+    are summed in fp32, as by gradient_accumulation; FSDP2 alone sums them in the shards' dtype.
     """
 
     param_itemsize: int = 4
@@ -45,9 +46,7 @@ class Holding:
     num_loss_chunks: int = 1
     num_micro_steps: int = 1
     hierarchical: bool = True
-    fp32_sums: bool = (
-        True  # of gradients, as gradient_accumulation keeps them; FSDP2 alone does not
-    )
+    fp32_sums: bool = True
     max_seq_len: int | None = None
     """Positions of the rotary table of each block; not given, those of a sequence."""
     reserved_bytes: int | None = None
