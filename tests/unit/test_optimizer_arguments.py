@@ -41,10 +41,12 @@ def test_what_cannot_be_cut_is_refused(
 
 def test_groups_are_those_that_torch_takes() -> None:
     weight, bias = PLAIN.weight, PLAIN.bias
-    assert groups_of([], [weight, bias]) == [{"params": [weight, bias]}]
-    assert groups_of([], iter([{"params": weight, "lr": 1.0}])) == [{"params": [weight], "lr": 1.0}]
+    assert groups_of([], [], [weight, bias]) == [{"params": [weight, bias]}]
+    assert groups_of([], [], iter([{"params": weight, "lr": 1.0}])) == [
+        {"params": [weight], "lr": 1.0}
+    ]
     with pytest.raises(ConfigError, match="param_groups holds a str: give dicts"):
-        groups_of([], ["weight"])
+        groups_of([], [], ["weight"])
     for nothing in ([], [{"params": []}]):
         with pytest.raises(ConfigError, match="there is no parameter to train"):
-            groups_of([], nothing)
+            groups_of([], [], nothing)

@@ -47,8 +47,7 @@ class Holding:
     num_micro_steps: int = 1
     hierarchical: bool = True
     fp32_sums: bool = True
-    max_seq_len: int | None = None
-    """Positions of the rotary table of each block; not given, those of a sequence."""
+    max_seq_len: int | None = None  # positions of rotary tables, if not those of a sequence
     reserved_bytes: int | None = None
     """Context and communication buffers where they were measured; else they are assumed."""
 
