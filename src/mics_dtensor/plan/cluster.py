@@ -136,10 +136,10 @@ class Cluster:
         return [
             ("ranks of a node", str(self.ranks_per_node), *mine),
             ("peak of a GPU", f"{self.peak_flops_per_s / 1e12:.4g} TFLOP/s", *mine),
-            ("share of it in products", f"{self.product_share:.3f}", *mine),
-            ("width that reaches half of it", f"{self.product_half_width:.0f}", *mine),
+            ("share of it in products", f"{self.product_share:.3f}", *self._fitted),
+            ("width that reaches half of it", f"{self.product_half_width:.0f}", *self._fitted),
             *(
-                (f"share of it in attention, {a.kernel}", f"{a.share:.3f}", *mine)
+                (f"share in {a.kernel}, counted in full", f"{a.share:.3f}", self.origin, a.source)
                 for a in self.attention
             ),
             ("memory of a GPU", f"{self.memory_bytes / 1e9:.0f} GB", *mine),
@@ -152,6 +152,11 @@ class Cluster:
             *self._of_measurements(),
         ]
 
+    @property
+    def _fitted(self) -> tuple[Origin, str]:
+        """Of what presets take from published runs (benchmarks.planner --fit)."""
+        return self.origin, "S19, fitted" if self.origin == "preset" else self.source
+
     def _of_measurements(self) -> list[tuple[str, str, Origin, str]]:
         mine = (self.origin, self.source)
         if self.reserved_bytes is None:
@@ -161,7 +166,7 @@ class Cluster:
         told = [("context and buffers of a rank", *reserved)]
         if self.unit_s or self.unit_s_per_byte:
             added = f"{self.unit_s * 1e6:.0f} us and {self.unit_s_per_byte * 1e12:.1f} us a MB"
-            told.append(("FSDP2 beside messages, a unit", added, *mine))
+            told.append(("FSDP2 beside messages, a unit", added, *self._fitted))
         told.append(("fragmentation", "3 %", "preset", "assumed (plan/memory.py)"))
         if self.timings:
             groups = {(t.num_nodes, t.ranks_per_node) for t in self.timings}
@@ -240,7 +245,7 @@ def preset_cluster(
         product_share=its["product_share"],
         product_half_width=its["product_half_width"],
         attention=tuple(
-            AttentionRate(kernel=kernel, share=rate["share"], backward=rate["backward"])
+            AttentionRate(kernel=kernel, **rate)
             for kernel, rate in read["attention"][its["attention"]].items()
         ),
         unit_s_per_byte=read["copies"]["passes"] / (its["memory_tb_per_s"] * 1e12),

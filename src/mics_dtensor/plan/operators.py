@@ -40,6 +40,7 @@ class AttentionRate:
     kernel: Attention
     share: float
     backward: float
+    source: str = ""
 
 
 EAGER = Operators()
