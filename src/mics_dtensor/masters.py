@@ -51,7 +51,7 @@ class StateHooks:
     def after_saving(
         self, _: nn.Module, state: dict[str, Any], prefix: str, _metadata: object
     ) -> None:
-        """Masters in place of what is rounded from them.
+        """Masters in place of what is rounded from them. They are read, and stay as they are.
 
         Collective, in a DTensor, if whole ones are asked for, or where other people's hooks compute
         with them.
@@ -59,11 +59,11 @@ class StateHooks:
         is_full = full_state_is_asked() or any(map(rewrites_state_dict, self.around))
         for name, (slot, unit) in self.slots.items():
             if slot.has_master and prefix + name in state:
-                slot.follow()
+                value = slot.up_to_date()
                 state[prefix + name] = (
-                    slot.as_whole(slot.tensor, unit.unit.replicate_group)
+                    slot.as_whole(value, unit.unit.replicate_group)
                     if is_full
-                    else slot.as_piece(slot.tensor)
+                    else slot.as_piece(value)
                 )
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ measured what the copies cost.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, overload
 from weakref import finalize
@@ -169,7 +170,7 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
     @property  # type: ignore[override]
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
         """By parameter: its states, those of the slice's shape as pieces of the whole tensor."""
-        found: dict[nn.Parameter, dict[str, Any]] = {}
+        found: dict[nn.Parameter, dict[str, Any]] = defaultdict(dict)  # as torch's
         is_full = full_state_is_asked()
         for unit in vars(self).get("_units", []):
             for slot in unit.slots:
@@ -193,6 +194,7 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """States of this layout, or whole ones; DCP moves others into this layout beforehand.
 
+        A parameter of which nothing was saved has none then, as in torch's optimizers.
         No communication. Raises CheckpointError for states of another layout.
         """
         self.wait()
@@ -209,7 +211,9 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
         for name, parameter in zip(names, parameters, strict=True):
             saved = dict(state_dict["state"].get(name, {}))
             slot = self._slots[parameter]
-            if saved:
+            if not saved:
+                self._inner.state.pop(slot.tensor, None)
+            else:
                 self._inner.state[slot.tensor] = {
                     key: slot.from_saved(value) for key, value in saved.items()
                 }
@@ -217,6 +221,22 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
             group |= {k: v for k, v in saved.items() if k not in ("params", "param_names")}
         self._copy_options(self, self._inner)
         run_load_hooks(self)
+
+    def drop_states(self, parameters: Iterable[nn.Parameter]) -> None:
+        """As if no step had used these parameters. For `Checkpoints`. No communication."""
+        for parameter in parameters:
+            self._inner.state.pop(self._slots[parameter].tensor, None)
+
+    def states_aside(self) -> Callable[[], None]:
+        """Have no states; returns what puts those back that were there. For `Checkpoints`."""
+        before = dict(self._inner.state)
+        self._inner.state.clear()
+
+        def back() -> None:
+            self._inner.state.clear()
+            self._inner.state.update(before)
+
+        return back
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """At construction only: slices are cut once."""

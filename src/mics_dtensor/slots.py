@@ -70,25 +70,45 @@ class Slot:
         leaves no trace in the version of the shard. What DCP writes into a master does: then
         load_state_dict has to follow, or the shard would win. Raises CheckpointError.
         """
+        if self.has_master:
+            self.tensor.copy_(self._taken_anew(self._kept()))
+            self.settle()
+            return
+        self._refuse_replaced()
+        view = self.slice.of(self.shard)
+        if view.data_ptr() != self.address or view.dtype != self.tensor.dtype:
+            self.tensor.data, self.address = view, view.data_ptr()
+
+    def up_to_date(self) -> torch.Tensor:
+        """What `follow` would make of the master, which stays as it is: itself, or a copy.
+
+        Waits for the device. Raises as `follow` does.
+        """
+        kept = self._kept()
+        return self.tensor if kept.all() else self._taken_anew(kept)
+
+    def _kept(self) -> torch.Tensor:
+        """Where the shard is what the master rounds to."""
+        self._refuse_replaced()
+        if version_of(self.tensor) != self.version:
+            raise CheckpointError(
+                f"{self.slice.param.name} was loaded into the state dict of the model and not "
+                "into the model: call model.load_state_dict(state), or set_model_state_dict, "
+                "with what torch.distributed.checkpoint has filled"
+            )
+        view = self.slice.of(self.shard)
+        return self.tensor.to(view.dtype) == view
+
+    def _taken_anew(self, kept: torch.Tensor) -> torch.Tensor:
+        return torch.where(kept, self.tensor, self.slice.of(self.shard).float())
+
+    def _refuse_replaced(self) -> None:
         if is_replaced(self.slice.param, self.parameter):
             raise ConfigError(
                 f"{self.slice.param.name} is another object than when ReplicaShardedOptimizer was "
                 "made (load_state_dict(assign=True)?), and would not be trained: load in place, or "
                 "make the optimizer anew"
             )
-        view = self.slice.of(self.shard)
-        if self.has_master:
-            if version_of(self.tensor) != self.version:
-                raise CheckpointError(
-                    f"{self.slice.param.name} was loaded into the state dict of the model and not "
-                    "into the model: call model.load_state_dict(state), or set_model_state_dict, "
-                    "with what torch.distributed.checkpoint has filled"
-                )
-            kept = self.tensor.to(view.dtype) == view
-            self.tensor.copy_(torch.where(kept, self.tensor, view.float()))
-            self.settle()
-        elif view.data_ptr() != self.address or view.dtype != self.tensor.dtype:
-            self.tensor.data, self.address = view, view.data_ptr()
 
     def refuse_wide_shard(self) -> None:
         """A master beside a shard as wide would only cost memory."""

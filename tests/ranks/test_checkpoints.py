@@ -313,6 +313,8 @@ def test_what_is_damaged_is_refused_by_name_and_passed_over(tmp_path: Path) -> N
 @ranks(4, timeout_s=110)
 def test_another_model_is_refused_with_names(tmp_path: Path) -> None:
     model, optimizer = made(2, 2)
+    Checkpoints(tmp_path / "new", model=model, optimizer=optimizer).save(0)
+    train(model, optimizer, 0)
     Checkpoints(tmp_path, model=model, optimizer=optimizer).save(1)
     torch.manual_seed(0)
     longer: Any = shard(Layers(12), mesh_of(2, 2))
@@ -336,11 +338,15 @@ def test_another_model_is_refused_with_names(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=f"step-1 is of {words}"):
             Checkpoints(tmp_path, model=other, optimizer=its).load(1)
         assert same(values(other), before)
+    words = r"another optimizer, .*: it lacks optimizer\.param_groups\.layers.*\.dampening, .*betas"
+    with pytest.raises(CheckpointError, match=words):  # and it has no states to be known by
+        Checkpoints(tmp_path / "new", model=model, optimizer=sgd).load(0)
 
 
 @ranks(2, timeout_s=110)
 def test_another_optimizer_or_extra_is_called_that_and_the_weights_load(tmp_path: Path) -> None:
     model, optimizer = made(1, 2)
+    train(model, optimizer, 0)
     Checkpoints(tmp_path, model=model, optimizer=optimizer).save(1)
     first = next(model.parameters()).requires_grad_(False)
     fewer = torch.optim.AdamW([p for p in model.parameters() if p is not first])

@@ -107,7 +107,7 @@ def test_what_is_not_ours_to_read_is_no_claim(tmp_path: Path, text: str) -> None
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_saves_ask(tmp_path: Path, other: subprocess.Popen[bytes], asynchronous: bool) -> None:
     torch = pytest.importorskip("torch")
-    from mics_dtensor.checkpoint.checkpoints import Saving
+    from mics_dtensor.checkpoint.saving import Saving
     from mics_dtensor.checkpoint.transfer import Keeping
 
     about = Manifest(step=1, contents="training", files=())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,15 +14,16 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from mics_dtensor.checkpoint.commit import named, refuse_no_folder
+from mics_dtensor.checkpoint.loading import Loading, saved_outlines
 from mics_dtensor.checkpoint.manifest import Damaged, Manifest, versions
-from mics_dtensor.checkpoint.owner import Owner
+from mics_dtensor.checkpoint.matching import named as listed
 from mics_dtensor.checkpoint.reading import Reader
-from mics_dtensor.checkpoint.states import States, device_of, held_on_cpu, replication_groups
-from mics_dtensor.checkpoint.transfer import Keeping, read, write
+from mics_dtensor.checkpoint.saving import UNDER_WAY, Saving
+from mics_dtensor.checkpoint.states import States, device_of, replication_groups
+from mics_dtensor.checkpoint.transfer import Keeping, read
 from mics_dtensor.errors import CheckpointError
 from mics_dtensor.layout import Layout
-from mics_dtensor.mesh import background_group
-from mics_dtensor.world import agreed, gathered, is_on_gpus, rank_here
+from mics_dtensor.world import agreed, gathered, rank_here
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +56,13 @@ class Checkpoints:
         folder: str | Path,
         *,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
         extra: Mapping[str, Stateful] | None = None,
         options: CheckpointOptions = CheckpointOptions(),
     ) -> None:
         self.folder, self._options = Path(folder), options
-        self._states = States(model, optimizer, extra or {})
-        self._saving = Saving(asynchronous=options.asynchronous)
+        self._states = States(one_model(model), optimizers_of(optimizer), extra or {})
+        self._saving = Saving(asynchronous=options.asynchronous, of=model)
 
     def save(self, step: int, *, tokens: int | None = None) -> None:
         """Save as step-`step`, of which nothing is seen until it is complete."""
@@ -70,7 +70,7 @@ class Checkpoints:
             raise CheckpointError(f"step is {step!r}; give a whole number, 0 or more")
         about = Manifest(
             step=step,
-            contents="model" if self._states.optimizer is None else "training",
+            contents="training" if self._states.optimizers else "model",
             files=(),
             tokens=tokens,
             layout=None if self._options.layout is None else as_keys(self._options.layout),
@@ -92,6 +92,7 @@ class Checkpoints:
     def load(self, step: int) -> Manifest:
         """Load step-`step`."""
         self.wait()
+        UNDER_WAY.wait(self.folder)
         return self._read(self.folder / f"step-{step}")
 
     def wait(self) -> None:
@@ -108,91 +109,46 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, _: object, __: TracebackType | None
     ) -> None:
-        if kind is None:  # else the other ranks may have stopped, and the error is what matters
+        if kind is None:
             self.close()
+        else:  # the other ranks may have stopped, and the error is what matters
+            self._saving.leave()
 
     def _read(self, path: Path) -> Manifest:
         parts = [self._states.model]
         reader = Reader(path, groups=replication_groups(parts), device=device_of(parts))
         manifest = reader.manifest
-        if manifest is None or (manifest.contents == "model" and self._states.optimizer):
+        if manifest is None or (manifest.contents == "model" and self._states.optimizers):
             raise CheckpointError(
                 f"{path} holds weights alone: load it with Checkpoints(..., optimizer=None), or "
                 "name a step that was saved with an optimizer"
             )
-        state = agreed(self._states.state_dict, others_as=CheckpointError)
-        read(state, reader)
-        agreed(lambda: self._states.load_state_dict(state))
+        loading = Loading(self._states, reader.metadata, device_of(parts))
+        try:
+            agreed(loading.begin, others_as=CheckpointError)
+            read(loading.state, reader)
+        except BaseException:
+            loading.give_up()
+            raise
+        agreed(loading.finish)
+        self._tell_of_what_was_left(reader)
         return manifest
 
-
-class Saving:
-    """Saves one after the other; asynchronous ones in a thread.
-
-    Over a group of its own: a thread needs one, and a disk may take longer than GPUs may wait.
-    """
-
-    def __init__(self, *, asynchronous: bool) -> None:
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
-        self._group = background_group() if asynchronous or is_on_gpus() else None
-        self._pending: Future[None] | None = None
-        self.owner = Owner()
-        self._held: dict[str, Any] = {}  # kept: memory that is new costs more than the copy
-
-    def refuse_busy(self, folder: Path) -> None:
-        """Raise CheckpointError where another run is known to save there. Collective."""
-        is_first = rank_here() == 0
-        agreed(
-            lambda: self.owner.refuse_busy(folder) if is_first else None, others_as=CheckpointError
-        )
-
-    def save(
-        self,
-        state_dict: Callable[[], Mapping[str, Any]],
-        path: Path,
-        *,
-        about: Manifest,
-        keeping: Keeping,
-    ) -> Future[None] | None:
-        """After the one before is complete, whose error this raises."""
-        self.wait()
-        if self._thread is None:
-            state = agreed(state_dict, others_as=CheckpointError)
-            write(state, path, about=about, keeping=keeping, group=self._group, owner=self.owner)
-            return None
-        self._held = agreed(
-            lambda: held_on_cpu(dict(state_dict()), into=self._held), others_as=CheckpointError
-        )
-        self._pending = self._thread.submit(
-            write,
-            self._held,
-            path,
-            about=about,
-            keeping=keeping,
-            group=self._group,
-            owner=self.owner,
-        )
-        self._pending.add_done_callback(told_at_once)
-        return self._pending
-
-    def wait(self) -> None:
-        """Until what is written in the background is complete; its error, if it had one."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-
-    def close(self) -> None:
-        """Wait, and end the thread."""
-        try:
-            self.wait()
-        finally:
-            if self._thread is not None:
-                self._thread.shutdown()
-            self.owner.release()
+    def _tell_of_what_was_left(self, reader: Reader) -> None:
+        """Collective. Weights alone are asked for without all of it."""
+        here = {name for of_rank in gathered(list(self._states.extra)) for name in of_rank}
+        left = (saved_outlines(reader.metadata) or {}).keys() - here
+        if left and rank_here() == 0 and (self._states.optimizers or here):
+            logger.warning(
+                "%s also has `extra` that is not loaded, since no rank has given it: %s",
+                reader.path,
+                listed(left),
+            )
 
 
 def newest_good(folder: Path, load: Callable[[Path], Manifest]) -> Manifest | None:
     """What `load` says of the newest checkpoint of `folder` that is whole. Collective."""
+    UNDER_WAY.wait(folder)
     agreed(lambda: refuse_no_folder(folder))
     seen = gathered({step: str(path) for step, path in named(folder).items()})
     paths = {step: path for of_rank in reversed(seen) for step, path in of_rank.items()}
@@ -222,7 +178,33 @@ def as_keys(layout: Layout) -> dict[str, int]:
     }
 
 
-def told_at_once(done: Future[None]) -> None:
-    """The loop hears of an error at its next save; the log now."""
-    if not done.cancelled() and (error := done.exception()) is not None:
-        logger.error("%s", error)
+def one_model(model: object) -> nn.Module:
+    """It, where it is one. Raises CheckpointError."""
+    if isinstance(model, nn.Module):
+        return model
+    raise CheckpointError(
+        f"model is a {type(model).__name__}, and Checkpoints saves one module: give it "
+        "torch.nn.ModuleList(parts), or each part a Checkpoints and a folder of its own"
+    )
+
+
+def optimizers_of(given: object) -> tuple[torch.optim.Optimizer, ...]:
+    """One, several or none. Raises CheckpointError where it is something else, or two share one."""
+    several = isinstance(given, Iterable)
+    found: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
+    if given is None:
+        return ()
+    if not found or not all(isinstance(its, torch.optim.Optimizer) for its in found):
+        kinds = ", ".join(type(its).__name__ for its in found) if several else ""
+        raise CheckpointError(
+            f"optimizer is a {type(given).__name__}{f' of {kinds or 0}' * several}; give a "
+            "torch.optim.Optimizer, a list of them, or None for weights alone"
+        )
+    held = [p for its in found for group in its.param_groups for p in group["params"]]
+    if len(set(held)) < len(held):
+        raise CheckpointError(
+            f"{len(held) - len(set(held))} parameters are in several of the {len(found)} "
+            "optimizers, and a checkpoint has one set of states of each: give every parameter to "
+            "one of them"
+        )
+    return found

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from mics_dtensor.checkpoint.outline import EXTRA
 from mics_dtensor.errors import CheckpointError
 from mics_dtensor.world import rank_here
 
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 NUM_NAMED = 10
 NOT_OF_THE_MODEL = ("optimizer", "extra", "lr_scheduler", "dataloader", "train_state")
+SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 Shape = tuple[int, ...] | None  # None: no tensor
 
 
@@ -38,7 +40,8 @@ class MatchedPlanner(DefaultLoadPlanner):
         """On every rank; all have the same names."""
         saved = shapes_of(cast("Metadata", self.metadata))
         wanted = {name: shape_of(value) for name, value in self.state_dict.items()}
-        if found := differing(saved, wanted):
+        asked = [f"{EXTRA}.{name}" for name in self.original_state_dict.get(EXTRA, ())]
+        if found := differing(saved, wanted, asked=asked):
             whose, way = whose_else(name for names in found.values() for name in names)
             raise CheckpointError(f"{self._path} is of {whose}: {in_words(found)}{way}")
         kept = [name for name in wanted if name not in saved]
@@ -81,19 +84,28 @@ def whose_else(names: Iterable[str]) -> tuple[str, str]:
             "program checkpoint.initial_load_path with initial_load_model_only = true"
         )
     return "a run with other things in `extra`", (
-        "; load it with those that it has, and give the others to a new Checkpoints"
+        "; load it with those that it has, each of which, for a checkpoint of an earlier version, "
+        "must hold entries of the same names already; give the others to a new Checkpoints"
     )
 
 
-def differing(saved: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[str, list[str]]:
-    """By what is wrong with them, the names of values that keep one from being the other. Pure."""
-    minded = {kind_of(name) for name in wanted}  # the others are not asked for
+def differing(
+    saved: Mapping[str, Shape], wanted: Mapping[str, Shape], *, asked: Iterable[str] = ()
+) -> dict[str, list[str]]:
+    """By what is wrong with them, the names of values that keep one from being the other. Pure.
+
+    `asked`: kinds that are wanted even where no name of them is.
+    """
+    minded = {kind_of(name) for name in wanted} | set(asked)  # the others are not asked for
+    others = () if has_states(saved) else other_options(saved, wanted)
     lacking = [name for name in wanted if name not in saved and not may_be_lacking(name)]
     extra = [
         name
         for name in saved
         if name not in wanted and kind_of(name) in minded and not may_be_extra(name)
     ]
+    lacking += [name for name in wanted if name in others]
+    extra += [name for name in saved if name in others]
     reshaped = [
         f"{name} {list(saved[name] or ())}, not {list(shape or ())}"
         for name, shape in wanted.items()
@@ -105,6 +117,36 @@ def differing(saved: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[s
         "of another shape are": reshaped,
     }
     return {what: names for what, names in said.items() if names}
+
+
+def has_states(saved: Iterable[str]) -> bool:
+    """Of an optimizer, which tell of what kind it was."""
+    return any(name.startswith("optimizer.state.") for name in saved)
+
+
+def other_options(saved: Iterable[str], wanted: Iterable[str]) -> set[str]:
+    """Names of options that one side alone has, where both have such: optimizers of two kinds."""
+    mine, theirs = (
+        {name for name in names if name.startswith("optimizer.param_groups.")}
+        for names in (wanted, saved)
+    )
+    lacking, more = differing_options(map(option_of, mine), map(option_of, theirs))
+    return {name for name in mine ^ theirs if option_of(name) in lacking | more}
+
+
+def differing_options(mine: Iterable[str], theirs: Iterable[str]) -> tuple[set[str], set[str]]:
+    """Options that either side alone has, where both have some, and else none. Pure.
+
+    A version of torch only adds options, and a scheduler's may come and go.
+    """
+    here, there = set(mine), set(theirs)
+    lacking, more = here - there - SCHEDULED, there - here - SCHEDULED
+    return (lacking, more) if lacking and more else (set(), set())
+
+
+def option_of(name: str) -> str:
+    """lr, of optimizer.param_groups.layers.0.weight.lr."""
+    return name.rpartition(".")[2]
 
 
 def kind_of(name: str) -> str:

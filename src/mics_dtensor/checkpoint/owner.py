@@ -6,17 +6,23 @@ A run names its process in the folder before its first save. Another run that be
 2. else takes the folder over, as a restart must be able to after a crash on another host. A run
    that has been taken over stops at its next save, before it sweeps what is the other's by now.
 
+Two savers in one process know of each other: the second is refused while the first may save on,
+unless both save the same, as one that a loop has made anew.
+
 So nothing waits for a lease or a clock, and what is left of a killed run is in nobody's way.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from weakref import ref
 
 from mics_dtensor.errors import CheckpointError
 
@@ -50,10 +56,15 @@ class Process:
 
 
 class Owner:
-    """The claim of one run on the folders that it saves to. One rank asks, the same one always."""
+    """The claim of one run on the folders that it saves to. One rank asks, the same one always.
 
-    def __init__(self) -> None:
+    `of`: what it saves; two of one process may save the same, or what neither has told, in turn.
+    """
+
+    def __init__(self, of: object = None) -> None:
         self._taken: set[Path] = set()
+        self._of = (lambda: None) if of is None else ref(of)
+        self._has_left = False
 
     def refuse_busy(self, folder: Path) -> None:
         """Raise CheckpointError where a process that is known to run writes into `folder`."""
@@ -68,8 +79,12 @@ class Owner:
     def take(self, folder: Path) -> None:
         """Name this process in `folder`, which exists, before a save. Raises CheckpointError."""
         self.refuse_busy(folder)
+        self._refuse_another_here(folder)
         claim, found = Claim(Process.here(), str(folder.resolve())), _read(folder)
+        if not self._has_left:
+            SAVING_HERE[folder.resolve()] = ref(self)
         if found == claim:
+            self._taken.add(folder.resolve())
             return
         if found is not None and found.is_alive is None and folder.resolve() in self._taken:
             raise CheckpointError(
@@ -81,8 +96,33 @@ class Owner:
         claim.write(folder)
         self._taken.add(folder.resolve())
 
+    def _refuse_another_here(self, folder: Path) -> None:
+        """Raise CheckpointError where another one of this process saves something else there."""
+        for collect in (gc.collect, None):  # one that is garbage is in nobody's way
+            other = SAVING_HERE.get(folder.resolve(), _nobody)()
+            theirs = None if other is None else other._of()
+            mine = self._of()
+            if other in (None, self) or theirs is None or mine is None or theirs is mine:
+                return
+            if collect is not None:
+                del other, theirs
+                collect()
+        raise CheckpointError(
+            f"{folder} is where another Checkpoints of this process saves another model, and each "
+            "would replace the other's steps: give each a folder of its own, or close() the other "
+            "first"
+        )
+
+    def leave(self) -> None:
+        """Be in nobody's way in this process any more. The claim on disk stays, till `release`."""
+        self._has_left = True
+        for folder in [its for its, owner in SAVING_HERE.items() if owner() is self]:
+            del SAVING_HERE[folder]
+
     def release(self) -> None:
         """At the end of a run: its claims go, where nobody has taken them over."""
+        self.leave()
+        self._has_left = False  # it may begin again
         for folder in self._taken:
             if _read(folder) == Claim(Process.here(), str(folder)):
                 (folder / NAME).unlink(missing_ok=True)
@@ -107,6 +147,14 @@ class Claim:
         beside = folder / f"{NAME}.{self.process.host}.{self.process.pid}"
         beside.write_text(json.dumps(asdict(self) | {"since": since}) + "\n", encoding="utf-8")
         beside.replace(folder / NAME)
+
+
+def _nobody() -> None:
+    """In place of a reference to the owner of a folder that nobody has taken."""
+
+
+SAVING_HERE: dict[Path, Callable[[], Owner | None]] = {}
+"""By folder, who of this process has last begun to save there."""
 
 
 def _read(folder: Path) -> Claim | None:

@@ -34,6 +34,7 @@ from mics_dtensor.checkpoint.commit import (
 )
 from mics_dtensor.checkpoint.digest import Digest
 from mics_dtensor.checkpoint.manifest import File, Manifest
+from mics_dtensor.checkpoint.outline import OUTLINES, merged
 from mics_dtensor.checkpoint.owner import Owner
 from mics_dtensor.errors import CheckpointError
 from mics_dtensor.upstream import storage_info
@@ -56,9 +57,30 @@ class PlacedPlanner(DefaultSavePlanner):
         super().__init__(dedup_save_to_lowest_rank=placement == "partition_group")
         self._placement = placement
 
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        """DCP's; the outlines go into `.metadata` and not among the values."""
+        values = dict(state_dict)
+        self._outlines: bytes | None = values.pop(OUTLINES, None)
+        super().set_up_planner(values, storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        """DCP's, and the outlines of this rank."""
+        plan = super().create_local_plan()
+        if self._outlines is not None:
+            plan = replace(plan, planner_data={**plan.planner_data, OUTLINES: self._outlines})
+        return plan
+
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """DCP's. Raises CheckpointError where one partition group does not hold everything."""
+        """DCP's, and the outlines of all ranks.
+
+        Raises CheckpointError where one partition group does not hold everything, or ranks differ.
+        """
+        outlines = merged([plan.planner_data.get(OUTLINES) for plan in all_plans])
         plans, metadata = super().create_global_plan(all_plans)
+        if outlines is not None:
+            metadata = replace(metadata, planner_data={**metadata.planner_data, OUTLINES: outlines})
         if self._placement == "partition_group":
             optimizer = f"{OPTIMIZER}."
             group = {

@@ -11,70 +11,54 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
+from mics_dtensor.checkpoint.optimizer_states import saved_states
+from mics_dtensor.checkpoint.outline import EXTRA, OUTLINES, outline_of, written
 from mics_dtensor.checkpoint.placement import OPTIMIZER
 from mics_dtensor.errors import CheckpointError
 from mics_dtensor.upstream import local_of, units_of
 
-EXTRA = "extra"
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 State = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class States:
-    """A model, its optimizer, and by name what else has a state_dict (schedulers, EMA, loaders)."""
+    """A model, its optimizers, by name what else has a state_dict (schedulers, EMA, loaders)."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer | None = None
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
     extra: Mapping[str, Stateful] = field(default_factory=dict)
 
     def state_dict(self) -> State:
-        """Parameters and buffers by their names, "optimizer" flat, and "extra"."""
+        """Parameters and buffers by their names, "optimizer" flat, "extra", and its outlines."""
+        state = self.weights()
+        if self.optimizers:
+            state[OPTIMIZER] = saved_states(self.model, self.optimizers)
+        held = {name: its.state_dict() for name, its in self.extra.items()}
+        parameters = parameters_by_name(self.model)
+        state[OUTLINES] = written(
+            {name: outline_of(its, f"{EXTRA}.{name}", parameters) for name, its in held.items()}
+        )
+        if held:
+            state[EXTRA] = held
+        return state
+
+    def weights(self) -> State:
+        """Parameters and buffers by their names. Raises CheckpointError where one is taken."""
         state: State = get_model_state_dict(self.model)
         if taken := {OPTIMIZER, EXTRA} & state.keys():
             raise CheckpointError(f"the model has a parameter called {taken.pop()}: rename it")
-        if self.optimizer is not None:
-            state[OPTIMIZER] = self._optimizer_state(self.optimizer)
-        if self.extra:
-            state[EXTRA] = {name: its.state_dict() for name, its in self.extra.items()}
         return state
 
-    def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
-        own = set(map(id, self.model.parameters()))
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        if others := [p for p in held if id(p) not in own]:
-            raise CheckpointError(
-                f"the optimizer holds {len(others)} parameters that are not the model's (the first "
-                f"of shape {list(others[0].shape)}): make it after fully_shard, of "
-                "model.parameters()"
-            )
-        is_new = not optimizer.state
-        state: State = get_optimizer_state_dict(self.model, optimizer, options=FLAT)
-        if is_new:  # torch has made the states by a step of zeros, which must not count as one
-            for its in optimizer.state.values():
-                if isinstance(steps := its.get("step"), torch.Tensor):
-                    steps.zero_()
-        return state
 
-    def load_state_dict(self, state: State) -> None:
-        """Into the model, the optimizer and the others."""
-        state = dict(state)
-        extra, optimizer = state.pop(EXTRA, {}), state.pop(OPTIMIZER, None)
-        set_model_state_dict(self.model, state)
-        if self.optimizer is not None and optimizer is not None:
-            set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=FLAT)
-        for name, its in self.extra.items():
-            if name in extra:
-                its.load_state_dict(extra[name])
+def parameters_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Under the names of a checkpoint, which leave wrappers out."""
+    return {
+        name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def held_on_cpu(value: Any, into: Any = None) -> Any:

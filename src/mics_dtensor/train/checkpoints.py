@@ -19,11 +19,12 @@ from torchtitan.components.checkpoint import (
 )
 from torchtitan.tools.utils import GarbageCollection
 
-from mics_dtensor.checkpoint.checkpoints import Saving, as_keys, newest_good
+from mics_dtensor.checkpoint.checkpoints import as_keys, newest_good
 from mics_dtensor.checkpoint.commit import begin, commit, is_whole, named, partial_of
 from mics_dtensor.checkpoint.manifest import Manifest, files_of, versions
 from mics_dtensor.checkpoint.placement import Placement
 from mics_dtensor.checkpoint.reading import Reader
+from mics_dtensor.checkpoint.saving import Saving
 from mics_dtensor.checkpoint.states import device_of, replication_groups
 from mics_dtensor.checkpoint.transfer import Keeping, read
 from mics_dtensor.errors import CheckpointError
@@ -118,8 +119,7 @@ class WholeCheckpoints(CheckpointManager):
 
     def _save_hf(self, state: dict[str, Any], path: Path) -> None:
         """Hugging Face's files, written by torchtitan, under the same rules."""
-        partial = partial_of(path)
-        is_first, owner = rank_here() == 0, self._saving.owner
+        partial, is_first, owner = partial_of(path), rank_here() == 0, self._saving.owner
         about = self._about(path, state)
         agreed(lambda: begin(path, owner) if is_first else None, others_as=CheckpointError)
         super().dcp_save(state, str(partial), AsyncMode.DISABLED, to_hf=True)
