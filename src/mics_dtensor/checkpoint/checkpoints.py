@@ -43,9 +43,11 @@ class CheckpointOptions(Keeping):
 class Checkpoints:
     """The checkpoints of a run, `folder`/step-N, of a sharded model and its optimizer.
 
-    Any FSDP2 model, with `apply_mics` or without; any optimizer, ReplicaShardedOptimizer too.
-    `extra`: by name, what else has a state_dict (schedulers, an EMA, a data loader); what differs
-    from rank to rank needs names that differ. Loading works on any layout and any number of ranks.
+    Any FSDP2 model, with `apply_mics` or without, one module; any optimizer, or several of its
+    parameters, ReplicaShardedOptimizer too. Saving changes nothing in them. `extra`: by name, what
+    else has a state_dict (schedulers, an EMA, a data loader); its load_state_dict gets all that was
+    saved, whatever it holds by then. What differs from rank to rank needs names that differ, of its
+    own or inside. Loading works on any layout and any number of ranks. A folder is of one model.
 
     Collective, its making too: every rank of the world makes the same calls. Errors are
     CheckpointError, the same on every rank; those of an asynchronous save come from the next call.

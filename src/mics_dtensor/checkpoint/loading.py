@@ -15,6 +15,7 @@ from mics_dtensor.checkpoint.outline import (
     OUTLINES,
     Outline,
     filled,
+    outline_of,
     read_outlines,
     to_fill,
 )
@@ -28,8 +29,8 @@ class Loading:
     """After `begin` values are read into `state`; then `finish`, or `give_up` if they were not.
 
     Each of `extra` gets all that was saved of it, whatever it holds by now. A checkpoint without
-    outlines, from before there were any, is loaded into what its state_dict holds. `device`: of
-    new tensors that were on such a device.
+    outlines, from before there were any, is loaded by those of what its state_dict holds. `device`:
+    the model's, for new tensors that were on such a one.
     """
 
     def __init__(self, states: States, metadata: Metadata, device: torch.device) -> None:
@@ -52,16 +53,19 @@ class Loading:
     def _extra(self) -> State:
         held = {name: its.state_dict() for name, its in self._states.extra.items()}
         kept = saved_outlines(self._metadata)
-        if kept is None:
-            return held
-        found: State = {}
         parameters = parameters_by_name(self._states.model)
+        found: State = {}
         for name, own in held.items():
-            if name not in kept:
+            if kept is None:
+                found[name] = {}  # so that what is saved under this name is minded
+                outline = outline_of(own, f"{EXTRA}.{name}", parameters)
+            elif name not in kept:
                 found[name] = None  # so that it is named among what the checkpoint lacks
                 continue
-            self._outlines[name] = pickle.loads(kept[name])
-            values = to_fill(self._outlines[name], own, self._metadata, parameters, self._device)
+            else:
+                outline = pickle.loads(kept[name])
+            self._outlines[name] = outline
+            values = to_fill(outline, own, self._metadata, parameters, self._device)
             found |= {its.removeprefix(f"{EXTRA}."): value for its, value in values.items()}
         return found
 
@@ -71,10 +75,7 @@ class Loading:
         state.pop(OPTIMIZER, None)
         state.pop(EXTRA, None)
         values = {f"{EXTRA}.{name}": value for name, value in extra.items()}
-        of_extra = {
-            name: filled(self._outlines[name], values) if name in self._outlines else extra[name]
-            for name in self._states.extra
-        }
+        of_extra = {name: filled(its, values) for name, its in self._outlines.items()}
         set_model_state_dict(self._states.model, state)
         if self._optimizers is not None:
             self._optimizers.load()

@@ -7,7 +7,8 @@ whatever its owner holds by then. Built of tuples, lists and bytes; pickled, so 
 
 * ("dict", the empty container pickled, or None for a dict, [(key, outline), ...])
 * ("list", [outline, ...])
-* ("leaf", name, "value" | "tensor" | "distributed", a parameter that lies like it, device type)
+* ("leaf", name, "value" | "tensor" | "distributed", a parameter that lies like it, is it in host
+  memory: of a distributed one, where its parameter is not)
 """
 
 from __future__ import annotations
@@ -60,10 +61,13 @@ def _outline_of(value: Any, name: str, parameters: Tensors) -> Outline:
                 f"{name} is a {type(value).__name__} that holds parts of distributed tensors, of "
                 "which one rank's alone would be written: give its state_dict a list or a dict"
             )
-        return "leaf", name, "value", None, "cpu"
+        return "leaf", name, "value", None, True
     if isinstance(value, (DTensor, Piece)):
-        return "leaf", name, "distributed", _like(value, name, parameters), value.device.type
-    return "leaf", name, "tensor", None, value.device.type
+        like = _like(value, name, parameters)
+        of_model = value.device if like is None else parameters[like].device
+        on_host = value.device.type == "cpu" != of_model.type
+        return "leaf", name, "distributed", like, on_host
+    return "leaf", name, "tensor", None, value.device.type == "cpu"
 
 
 def _is_one_value(value: list[Any]) -> bool:
@@ -180,30 +184,30 @@ def to_fill(
     """By name, what the values of a checkpoint are read into. Raises CheckpointError.
 
     A tensor of `own`, which its owner holds now, where it has the shape of the saved one; else a
-    new one. None stands for what is no tensor.
+    new one. None stands for what is no tensor. `device`: the model's.
     """
     if outline[0] != "leaf":
         found: dict[str, Any] = {}
         for key, its in outline[-1] if outline[0] == "dict" else enumerate(outline[1]):
             found |= to_fill(its, _entry(own, key), metadata, parameters, device)
         return found
-    _, name, kind, like, device_type = outline
-    saved = metadata.state_dict_metadata[name]
+    _, name, kind, like, on_host = outline
+    saved = metadata.state_dict_metadata.get(name)  # None: whoever plans the reading names it
     if not isinstance(saved, TensorStorageMetadata):
         return {name: None}
     shape, dtype = saved.size, saved.properties.dtype
     if isinstance(own, torch.Tensor) and own.shape == shape:
         return {name: own}
     if kind == "tensor":
-        place = device if device_type == device.type else torch.device(device_type)
-        return {name: torch.empty(shape, dtype=dtype, device=place)}
+        return {name: torch.empty(shape, dtype=dtype, device="cpu" if on_host else device)}
     if like not in parameters or parameters[like].shape != shape:
         raise CheckpointError(
             f"{name} is a distributed tensor {list(shape)}, which lies like no parameter of the "
             "model, and its `extra` holds none of that shape to load it into: let it have one "
             "before it is resumed"
         )
-    return {name: torch.empty_like(parameters[like].detach(), dtype=dtype)}
+    place = "cpu" if on_host else parameters[like].device
+    return {name: torch.empty_like(parameters[like].detach(), dtype=dtype, device=place)}
 
 
 def _entry(own: Any, key: Any) -> Any:
