@@ -81,11 +81,6 @@ class Owner:
         self.refuse_busy(folder)
         self._refuse_another_here(folder)
         claim, found = Claim(Process.here(), str(folder.resolve())), _read(folder)
-        if not self._has_left:
-            SAVING_HERE[folder.resolve()] = ref(self)
-        if found == claim:
-            self._taken.add(folder.resolve())
-            return
         if found is not None and found.is_alive is None and folder.resolve() in self._taken:
             raise CheckpointError(
                 f"{folder} was taken over by {found.process}, a later run, so this one writes no "
@@ -93,8 +88,11 @@ class Owner:
                 f"checkpoint.folder or job.dump_folder), or delete {folder / NAME} if that run is "
                 "over"
             )
-        claim.write(folder)
+        if found != claim:
+            claim.write(folder)
         self._taken.add(folder.resolve())
+        if not self._has_left:
+            SAVING_HERE[folder.resolve()] = ref(self)
 
     def _refuse_another_here(self, folder: Path) -> None:
         """Raise CheckpointError where another one of this process saves something else there."""
@@ -116,7 +114,7 @@ class Owner:
     def leave(self) -> None:
         """Be in nobody's way in this process any more. The claim on disk stays, till `release`."""
         self._has_left = True
-        for folder in [its for its, owner in SAVING_HERE.items() if owner() is self]:
+        for folder in [its for its, owner in list(SAVING_HERE.items()) if owner() is self]:
             del SAVING_HERE[folder]
 
     def release(self) -> None:
