@@ -21,6 +21,7 @@ from mics_dtensor.train.data import PYTHON_DOCS, PYTHON_DOCS_VALIDATION
 from mics_dtensor.train.key import replace_at, value_at
 from mics_dtensor.train.names import check_known
 from mics_dtensor.train.rows import lost_models, renamed_flavors, rows
+from mics_dtensor.train.schedule import refuse_short_schedule
 from mics_dtensor.train.values import converted, shown
 
 CONVERTERS = (
@@ -151,6 +152,7 @@ def _refuse_pairs(config: RunConfig) -> None:
             "ranks"
         )
     refuse_numbers(config)
+    refuse_short_schedule(config)
     parallelism, validation = config.parallelism, config.validation
     if mics.node_local_backward and not mics.hierarchical:
         raise ConfigError(

@@ -164,7 +164,11 @@ class LRScheduler:
     """[lr_scheduler]"""
 
     warmup_steps: int = key(200, "steps of linear warm-up", unit="steps")
-    total_steps: int | None = key(None, "length of the schedule; training.steps", unit="steps")
+    total_steps: int | None = key(
+        None,
+        "length of the schedule, at least that of the training; not given, training.steps",
+        unit="steps",
+    )
     decay_ratio: float | None = key(None, "share of the steps that decay; all after the warm-up")
     decay_type: Literal["linear", "sqrt", "cosine"] = key("linear", "shape of the decay")
     min_lr_factor: float = key(0.0, "lowest learning rate over the highest")
