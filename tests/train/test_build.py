@@ -41,6 +41,7 @@ CHOSEN: dict[str, Any] = {
     "override.imports": ("a.b",),
     "compile.components": ("loss",),
     "checkpoint.exclude_from_loading": ("optimizer",),
+    "lr_scheduler.total_steps": 20_000,
     "lr_scheduler.decay_ratio": 0.3,
     "lr_scheduler.min_lr_factor": 0.3,
 }
@@ -318,6 +319,11 @@ def test_a_model_of_ones_own_is_named_by_its_module(build: Any) -> None:
             "[model]\nname = 'qwen3'\nflavor = '0.6B'\n"
             "[parallelism]\npipeline_parallel_degree = 2\n",
             ["qwen3: Weight tying is not supported with Pipeline Parallel"],
+        ),
+        (
+            "[parallelism]\ncontext_parallel_degree = 2\n"
+            "[validation]\nenable = true\nseq_len = 64\n",
+            ["validation.seq_len 64", "multiple of 256", "seq_len = 256"],
         ),
         ("[activation_checkpoint]\nselective_ac_option = 'x'\n", ["op", "every second"]),
     ],

@@ -95,7 +95,7 @@ def test_lists_are_written_with_commas(write: Write) -> None:
         ("[compile]\nenable = 1\n", ["compile.enable", "true or false"]),
         ("[training]\nsteps = 0\n", ["training.steps", "1 or more"]),
         ("[parallelism]\ncontext_parallel_degree = 0\n", ["context_parallel_degree", "1 or more"]),
-        ("[loss]\nnum_chunks = 3\n", ["num_chunks 3", "2048"]),
+        ("[loss]\nnum_chunks = 3\n", ["num_chunks is 3", "2048", "num_chunks = 1"]),
         ("[mics]\npartition_size = 'auto'\n", ["auto", "mics.cluster", "p4d"]),
         ("[mics]\npartition_size = 'nodes'\n", ["nodes", '"node"']),
         ("[mics]\npartition_size = 0\n", ["mics.partition_size", "1 or more"]),

@@ -13,13 +13,14 @@ from mics_dtensor.errors import ConfigError, PlanError
 from mics_dtensor.layout import Layout
 from mics_dtensor.plan.comparison import Comparison
 from mics_dtensor.plan.options import Options
-from mics_dtensor.plan.presets import preset
+from mics_dtensor.plan.presets import MODELS, preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
 from mics_dtensor.plan.tensor_parallel import tied_slices
 from mics_dtensor.train.config import RunConfig, config_keys
 from mics_dtensor.train.degrees import num_micro_steps, resolve
 from mics_dtensor.train.key import value_at
 from mics_dtensor.train.known import refuse_unknown
+from mics_dtensor.train.lengths import refuse_lengths
 from mics_dtensor.train.load import Run, load
 from mics_dtensor.train.loss_chunks import num_loss_chunks
 from mics_dtensor.train.planning import shard_itemsize
@@ -101,6 +102,8 @@ def run(argv: Sequence[str]) -> str:
     refuse_unknown(run.config)
     world = World.of(run.config, options.world_size, options.ranks_per_node)
     run, layout = resolve(run, world_size=world.size, local_world_size=world.ranks_per_node)
+    # Attention of torchtitan's models, where context parallel can cut it, has masks of blocks.
+    refuse_lengths(run.config, in_blocks=run.config.model.name in MODELS)
     plan, why_not = None, ""
     try:
         plan = plan_of(run.config, layout, num_micro_steps(run), backend=options.backend)

@@ -50,13 +50,13 @@ def tied_slices(degree: int, *, is_tied: bool, over_replicas: bool) -> str | Non
     )
 
 
-def uneven_length(seq_len: int, unit: int, why: str) -> str | None:
+def uneven_length(seq_len: int, unit: int, why: str, *, table: str = "training") -> str | None:
     """Why a sequence cannot be cut into parts that need multiples of `unit` tokens."""
     if seq_len % unit == 0:
         return None
     good = max(unit, seq_len - seq_len % unit)
     return (
-        f"training.seq_len {seq_len} is not a multiple of {unit}, as wanted by {why}; write "
+        f"{table}.seq_len {seq_len} is not a multiple of {unit}, as wanted by {why}; write "
         f"seq_len = {good}"
     )
 

@@ -60,7 +60,7 @@ def trainer_config(run: Run, *, device_type: Literal["cpu", "cuda"]) -> Trainer.
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"torchtitan refuses this configuration: {error}") from error
-    refuse_limits(made)
+    refuse_limits(made, config)
     refuse_lost_weights(config)
     return made
 

@@ -19,6 +19,7 @@ from mics_dtensor.train.bounds import refuse_numbers
 from mics_dtensor.train.config import RunConfig, config_keys
 from mics_dtensor.train.data import PYTHON_DOCS, PYTHON_DOCS_VALIDATION
 from mics_dtensor.train.key import replace_at, value_at
+from mics_dtensor.train.loss_chunks import refuse_chunks
 from mics_dtensor.train.names import check_known
 from mics_dtensor.train.rows import lost_models, renamed_flavors, rows
 from mics_dtensor.train.schedule import refuse_short_schedule
@@ -140,7 +141,7 @@ def _refuse_what_cannot_be(config: RunConfig, origin: Mapping[str, str]) -> None
 
 
 def _refuse_pairs(config: RunConfig) -> None:
-    mics, training = config.mics, config.training
+    mics, training, validation = config.mics, config.training, config.validation
     if mics.partition_size == "auto" and mics.cluster is None:
         raise ConfigError(
             'mics.partition_size = "auto" asks the planner, which needs mics.cluster: a preset '
@@ -153,7 +154,6 @@ def _refuse_pairs(config: RunConfig) -> None:
         )
     refuse_numbers(config)
     refuse_short_schedule(config)
-    parallelism, validation = config.parallelism, config.validation
     if mics.node_local_backward and not mics.hierarchical:
         raise ConfigError(
             "mics.node_local_backward = true is a part of the hierarchy, which mics.hierarchical = "
@@ -166,18 +166,12 @@ def _refuse_pairs(config: RunConfig) -> None:
             "mics.overlap_update = true is about the slices of the optimizer, and there are none: "
             "write mics.optimizer_over_replicas = true too, or delete the line"
         )
-    chunks = config.loss.num_chunks
-    part = training.seq_len // parallelism.context_parallel_degree
-    if chunks is not None and part % chunks:
-        raise ConfigError(
-            f"loss.num_chunks {chunks} does not divide the {part} tokens that a rank has of a "
-            "sequence; delete the line, or write a number that does"
-        )
     if validation.enable and validation.seq_len > training.seq_len:
         raise ConfigError(
             f"validation.seq_len {validation.seq_len} is longer than training.seq_len "
             f"{training.seq_len}, for which torchtitan 0.3 lays out positions; write at most that"
         )
+    refuse_chunks(config)
 
 
 def _refuse_masters(config: RunConfig) -> None:

@@ -17,18 +17,21 @@ from torchtitan.trainer import Trainer
 
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.layout import divisors
-from mics_dtensor.plan.tensor_parallel import tied_slices, uneven_heads, uneven_length
+from mics_dtensor.plan.tensor_parallel import tied_slices, uneven_heads
 from mics_dtensor.train import device_shim
+from mics_dtensor.train.config import RunConfig
+from mics_dtensor.train.lengths import refuse_lengths
 from mics_dtensor.train.optimizer import SlicedOptimizers
 
-MASK_BLOCK = 128
-"""Tokens: torch makes the mask of a part of a sequence in such blocks (_create_cp_block_mask)."""
 
+def refuse_limits(config: Trainer.Config, written: RunConfig) -> None:
+    """Raises ConfigError where the model of `config` cannot be cut, or computed, as it says.
 
-def refuse_limits(config: Trainer.Config) -> None:
-    """Raises ConfigError where the model of `config` cannot be cut, or computed, as it says."""
+    `written`: the run that `config` was made from.
+    """
     _refuse_dtype(config)
-    _refuse_lengths(config)
+    flex = config.model_spec.model.traverse(FlexAttention.Config)
+    refuse_lengths(written, in_blocks=any(True for _ in flex))
     _refuse_heads(config)
     _refuse_tied_slices(config)
     _refuse_experts(config)
@@ -54,18 +57,6 @@ def _refuse_dtype(config: Trainer.Config) -> None:
             "torch._grouped_mm computes, bfloat16, and torchtitan's deterministic_scatter_add adds "
             'it to tokens of the same dtype alone; write "bfloat16"'
         )
-
-
-def _refuse_lengths(config: Trainer.Config) -> None:
-    degrees, length = config.parallelism, config.training.seq_len
-    tp, cp = degrees.tensor_parallel_degree, degrees.context_parallel_degree
-    unit = (tp if degrees.enable_sequence_parallel else 1) * (2 * cp if cp > 1 else 1)
-    why = f"tensor_parallel_degree {tp} and context_parallel_degree {cp}"
-    if cp > 1 and any(True for _ in config.model_spec.model.traverse(FlexAttention.Config)):
-        unit = max(unit, MASK_BLOCK * cp)
-        why = f"context_parallel_degree {cp}, whose masks are made of blocks of {MASK_BLOCK} tokens"
-    if (uneven := uneven_length(length, unit, why)) is not None:
-        raise ConfigError(uneven)
 
 
 def _refuse_heads(config: Trainer.Config) -> None:

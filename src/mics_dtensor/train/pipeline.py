@@ -19,6 +19,13 @@ def refuse_pipelines(config: RunConfig) -> None:
     stages = written.pipeline_parallel_degree
     if stages == 1:
         return
+    batch, validation = config.training.local_batch_size, config.validation
+    if validation.enable and validation.local_batch_size != batch:
+        raise ConfigError(
+            f"validation.local_batch_size {validation.local_batch_size} goes through the schedule "
+            f"of the pipeline, which is made for training.local_batch_size {batch}; write "
+            f"validation.local_batch_size = {batch}"
+        )
     schedule = written.pipeline_parallel_schedule.lower()
     if written.pipeline_parallel_schedule_csv:
         return  # what it may be is known when it is read
@@ -27,7 +34,7 @@ def refuse_pipelines(config: RunConfig) -> None:
             f'parallelism.pipeline_parallel_schedule = "{written.pipeline_parallel_schedule}"; '
             f"choose from {WRITTEN}"
         )
-    batch, at_once = config.training.local_batch_size, written.pipeline_parallel_microbatch_size
+    at_once = written.pipeline_parallel_microbatch_size
     if at_once < 1 or batch % at_once:
         raise ConfigError(
             f"parallelism.pipeline_parallel_microbatch_size {at_once} does not divide "
