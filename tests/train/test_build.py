@@ -334,6 +334,36 @@ def test_what_torchtitan_cannot_do_is_refused(build: Any, text: str, names: list
     assert all(name in str(refused.value) for name in names), refused.value
 
 
+FLOAT8 = "[model]\nname = '{}'\nflavor = '{}'\nconverters = ['float8']\n[quantize.linear.float8]\n"
+FLOAT8 += "emulate = true\nfilter_fqns = ['{}']\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "flavor", "name"),
+    [
+        ("llama3", "debugmodel", "output"),
+        ("llama3", "debugmodel", "feed_forward.w1"),
+        ("llama3", "debugmodel", "layers.5."),
+        ("llama3", "debugmodel", "auto_filter_small_kn"),
+        ("llama3", "debugmodel", "wq', 'wk', 'wv"),
+        ("qwen3", "debugmodel_moe", "router.gate"),
+        ("qwen3", "0.6B", "output"),
+        ("deepseek_v3", "debugmodel", "output', 'router.gate"),
+        ("gpt_oss", "debugmodel", "output', 'router.gate"),
+    ],
+)
+def test_a_filter_of_float8_is_in_the_name_of_a_module(
+    build: Any, model: str, flavor: str, name: str
+) -> None:
+    build(FLOAT8.format(model, flavor, name))
+    for missing in ("atention.wo", "layers.77.", '["output"]'):
+        with pytest.raises(ConfigError) as refused:
+            build(FLOAT8.format(model, flavor, f"{name}', '{missing}"))
+        said = str(refused.value)
+        assert "which is in the name of no linear module of" in said
+        assert "attention.wo" in said
+
+
 def test_the_spmd_backend_is_one_that_this_torch_can_do(build: Any) -> None:
     new = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
     assert build().parallelism.spmd_backend == ("spmd_types" if new else "partial_dtensor")

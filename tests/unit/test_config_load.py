@@ -75,6 +75,40 @@ def test_lists_are_written_with_commas(write: Write) -> None:
     assert run.config.compile.components == ("model", "loss")
 
 
+@pytest.mark.parametrize("word", ["a,b,c", "a, b,c,", '["a", "b", "c"]', " ['a','b', 'c',]"])
+@pytest.mark.parametrize(
+    "key", ["quantize.linear.float8.filter_fqns", "checkpoint.exclude_from_loading"]
+)
+def test_a_list_of_the_command_line_is_that_of_a_file(write: Write, key: str, word: str) -> None:
+    table, _, last = key.rpartition(".")
+    named = loaded(write(f"[{table}]\n{last} = ['a', 'b', 'c']\n"))
+    assert loaded(write(""), f"--{key}", word).config == named.config
+    assert loaded(write(""), f"--{key}={word}").config == named.config
+
+
+def test_lists_of_lists_and_of_tables_are_written_as_in_a_file(write: Write) -> None:
+    stages, groups = "[['a'], ['b', 'c']]", "[{ pattern = 'norm', lr = 1.0 }]"
+    file = f"[parallelism]\nmodule_fqns_per_model_part = {stages}\n"
+    file += f"[optimizer]\nparam_groups = {groups}\n"
+    given = (
+        f"--parallelism.module_fqns_per_model_part={stages}",
+        f"--optimizer.param_groups={groups}",
+    )
+    assert loaded(write(""), *given).config == loaded(write(file)).config
+    assert (
+        loaded(write(""), "--checkpoint.exclude_from_loading=[]").config == loaded(write("")).config
+    )
+
+
+@pytest.mark.parametrize("word", ['["a"', "[a, b]", "[1, 2]", '["a"]\nb = 1', '[["a"]]'])
+def test_a_list_that_is_none_is_refused(write: Write, word: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        loaded(write(""), "--checkpoint.exclude_from_loading", word)
+    assert str(refused.value).endswith(
+        """it takes a list of strings, written a,b,c or '["a", "b", "c"]'"""
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "names"),
     [

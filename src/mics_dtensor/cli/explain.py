@@ -24,7 +24,7 @@ from mics_dtensor.train.lengths import refuse_lengths
 from mics_dtensor.train.load import Run, load
 from mics_dtensor.train.loss_chunks import num_loss_chunks
 from mics_dtensor.train.planning import shard_itemsize
-from mics_dtensor.train.values import shown
+from mics_dtensor.train.values import LISTS, shown
 
 SUMMARY = (
     "  explain FILE   the resolved configuration, where each value came from, and the messages"
@@ -88,7 +88,7 @@ def run(argv: Sequence[str]) -> str:
     parser = argparse.ArgumentParser(
         prog="mics explain",
         description=f"{SUMMARY.split(maxsplit=2)[2]}. Other arguments are overrides: "
-        "--section.key value, in the file's names.",
+        f"--section.key value, in the file's names; lists are written {LISTS}.",
         allow_abbrev=False,
     )
     parser.add_argument("file", help="TOML file of a run")

@@ -30,6 +30,7 @@ from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.degrees import written_partition_size
 from mics_dtensor.train.load import Run, load
 from mics_dtensor.train.planning import Freedom, question
+from mics_dtensor.train.values import LISTS
 
 if TYPE_CHECKING:
     from mics_dtensor.train.tracing import Tracer
@@ -42,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     its = argparse.ArgumentParser(
         prog="mics plan",
         description=f"{SUMMARY.split(maxsplit=1)[1]}. Other arguments are overrides: "
-        "--section.key value, in the file's names.",
+        f"--section.key value, in the file's names; lists are written {LISTS}.",
         allow_abbrev=False,
     )
     its.add_argument("--config-file", required=True, help="TOML file of a run")

@@ -9,13 +9,14 @@ from typing import Any
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.train.config import config_keys
 from mics_dtensor.train.names import check_known
-from mics_dtensor.train.values import parsed
+from mics_dtensor.train.values import LISTS, parsed
 
-USAGE = """\
+USAGE = f"""\
 usage: torchrun --nproc-per-node N -m mics_dtensor.train --config-file FILE.toml [options]
 
   --config-file FILE.toml   the run, in the tables and keys of docs/configuration.md
   --table.key value         in place of what the file says; --table.key and --table.no-key switch
+                            what is true or false; lists are written {LISTS}
 
 `mics explain FILE.toml` prints the resolved run and what it will send, without a GPU and without
 ranks; `--all` every key there is."""
@@ -27,7 +28,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[Path, dict[str, Any]]:
     """The file and the overrides by dotted key.
 
     A switch needs no value: `--compile.enable`, `--compile.no-enable`. Dashes in names are read as
-    underscores; lists are written a,b,c.
+    underscores; lists are written a,b,c or as in TOML.
     """
     path: Path | None = None
     overrides: dict[str, Any] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -18,6 +19,9 @@ from mics_dtensor.train.values import shown
 
 QKV = ("wq", "wk", "wv")
 """Three products in 0.2.2, one in 0.3.0's models with grouped queries."""
+
+AUTO_FILTER = "auto_filter_small_kn"
+"""No name of a module: torchao leaves out what is too small to gain."""
 
 
 def model_spec(config: RunConfig) -> Any:
@@ -130,16 +134,31 @@ def _filter_fqns(written: tuple[str, ...], spec: Any) -> list[str]:
     fused = any("qkv_linear.wqkv" in fqn for fqn in linears)
     names, parts = [], set()
     for name in written:
-        if fused and name.removeprefix("attention.") in QKV:
+        if name == AUTO_FILTER:
+            names.append(name)
+        elif fused and name.removeprefix("attention.") in QKV:
             parts.add(name.removeprefix("attention."))
         else:
             names.append("lm_head" if name == "output" else name)
+            _refuse_idle_filter(name, names[-1], linears, spec)
     if parts and parts != set(QKV):
         raise ConfigError(
             f"quantize.linear.float8.filter_fqns names {', '.join(sorted(parts))}; torchtitan 0.3 "
             "computes wq, wk and wv in one product: name all three, or none"
         )
     return [*names, "attention.qkv_linear"] if parts else names
+
+
+def _refuse_idle_filter(written: str, name: str, linears: list[str], spec: Any) -> None:
+    """A name that is in no other is misspelt: the module that is meant would be converted."""
+    if any(name in fqn for fqn in linears):
+        return
+    kinds = dict.fromkeys(re.sub(r"^layers\.\d+\.", "", fqn) for fqn in linears)
+    raise ConfigError(
+        f"quantize.linear.float8.filter_fqns holds {shown(written)}, which is in the name of no "
+        f"linear module of {spec.name} {spec.flavor}; write a part of {', '.join(kinds)}, or leave "
+        "it out"
+    )
 
 
 def set_num_layers(spec: Any, num_layers: int) -> None:

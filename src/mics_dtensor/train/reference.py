@@ -12,9 +12,10 @@ HEAD = """\
 # Configuration
 
 Every key of a run's TOML file, and of the command line (`--section.key value`). Command line >
-file > default. An unknown key or table is refused with the nearest known name. Defaults are
-torchtitan 0.2.2's, also where 0.3.0 changed them. A number outside of the bounds that stand beside
-its type is refused.
+file > default. A list of the command line is written a,b,c or as in TOML, `'["a", "b", "c"]'`; one
+of lists or of tables as in TOML alone. An unknown key or table is refused with the nearest known
+name. Defaults are torchtitan 0.2.2's, also where 0.3.0 changed them. A number outside of the bounds
+that stand beside its type is refused.
 
 *In 0.3* says what becomes of the key: the place of its value in torchtitan 0.3.0's
 `Trainer.Config`; *no effect* (accepted, and listed at start if the file sets it); or *refused*

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.train.key import Key
+
+LISTS = """a,b,c or '["a", "b", "c"]'"""
+"""How the command line writes a list."""
 
 
 def converted(key: Key, value: Any, source: str) -> Any:
@@ -27,7 +31,11 @@ def parsed(key: Key, word: str) -> Any:
         fits, value = _parse(kind, word)
         if fits:
             return value
-    raise ConfigError(f"--{key.name} {word} on the command line; it takes {described(key.type)}")
+    lists = any(get_origin(kind) is tuple for kind in kinds)
+    raise ConfigError(
+        f"--{key.name} {word} on the command line; it takes {described(key.type)}"
+        + f", written {LISTS}" * lists
+    )
 
 
 def shown(value: Any) -> str:
@@ -107,6 +115,17 @@ def _parse(kind: Any, word: str) -> tuple[bool, Any]:
         return True, word
     if get_origin(kind) is Literal:
         return word in get_args(kind), word
+    if get_origin(kind) is tuple and word.lstrip().startswith("["):
+        return _fit(kind, _toml_list(word))
     if get_origin(kind) is tuple and get_args(kind)[0] is str:
-        return True, tuple(each for each in word.split(",") if each)
+        return True, tuple(each.strip() for each in word.split(",") if each.strip())
     return False, None
+
+
+def _toml_list(word: str) -> Any:
+    """The list, else none."""
+    try:
+        read = tomllib.loads(f"it = {word}")
+    except tomllib.TOMLDecodeError:
+        return None
+    return read["it"] if len(read) == 1 else None
