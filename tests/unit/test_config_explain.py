@@ -50,10 +50,44 @@ def test_a_chunked_loss_gathers_the_head_again(capsys: pytest.CaptureFixture[str
     assert gathers("--loss.num_chunks=1") == 4
 
 
-def test_ranks_per_node_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(Path(DEBUG).with_name("llama3_8b_2x8.toml"))
-    said = json.loads(explained(capsys, config, "--world-size=16", "--json"))
-    assert said["plan"]["ranks_per_node"] == 8
+TWO_OF_8 = str(Path(DEBUG).with_name("llama3_8b_2x8.toml"))
+
+
+def test_ranks_of_a_node_that_the_file_and_the_command_line_say(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def ranks_per_node(file: str, *arguments: str) -> int:
+        said = json.loads(explained(capsys, file, "--world-size=16", "--json", *arguments))
+        return said["plan"]["ranks_per_node"]
+
+    assert ranks_per_node(TWO_OF_8) == 8
+    assert ranks_per_node(TWO_OF_8, "--ranks-per-node=8") == 8
+    assert ranks_per_node(TWO_OF_8, "--ranks-per-node=4", "--mics.ranks_per_node=4") == 4
+    unsaid = "--mics.ranks_per_node=none"
+    assert ranks_per_node(TWO_OF_8, unsaid, "--ranks-per-node=4") == 4
+    assert main(["explain", TWO_OF_8, "--world-size=16", "--ranks-per-node=4"]) == 2
+    words = "mics.ranks_per_node = 8 contradicts --ranks-per-node 4; give --mics.ranks_per_node=4"
+    assert words in capsys.readouterr().err
+    # The same words as those of the planner.
+    planned = ["plan", "--config-file", TWO_OF_8, "--cluster=p4d", "--nodes=2"]
+    assert main([*planned, "--ranks-per-node=4"]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--ranks-per-node", "--world-size"])
+@pytest.mark.parametrize("number", ["0", "-8"])
+def test_no_ranks_are_no_world(
+    option: str, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", TWO_OF_8, "--world-size=16", option, number]) == 2
+    assert f"{option} {number}; give 1 or more" in capsys.readouterr().err
+
+
+def test_one_node_is_a_node(capsys: pytest.CaptureFixture[str]) -> None:
+    one = (DEBUG, "--world-size=2", "--ranks-per-node=2", "--mics.ranks_per_node=2")
+    assert "on 1 node of 2 ranks: 1 replica of 2 shards" in explained(capsys, *one)
+    alone = explained(capsys, *one, "--mics.partition_size=1")
+    assert "on 1 node of 2 ranks: 2 replicas of 1 shard" in alone
 
 
 def test_errors_are_one_sentence_and_a_status(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,8 +23,8 @@ from mics_dtensor.train.known import refuse_unknown
 from mics_dtensor.train.lengths import refuse_lengths
 from mics_dtensor.train.load import Run, load
 from mics_dtensor.train.loss_chunks import num_loss_chunks
-from mics_dtensor.train.planning import shard_itemsize
-from mics_dtensor.train.values import LISTS, shown
+from mics_dtensor.train.planning import contradiction, shard_itemsize
+from mics_dtensor.train.values import LISTS, counted, shown
 
 SUMMARY = (
     "  explain FILE   the resolved configuration, where each value came from, and the messages"
@@ -46,15 +46,24 @@ class World:
 
     @classmethod
     def of(cls, config: RunConfig, size: int | None, ranks_per_node: int | None) -> World:
-        """As given; else the smallest world that the file can mean, with two replicas to meet."""
+        """As given; else the smallest world that the file can mean, with two replicas to meet.
+
+        Raises ConfigError for what can be no world, and for one that the file contradicts.
+        """
+        for option, given in (("--world-size", size), ("--ranks-per-node", ranks_per_node)):
+            if given is not None and given < 1:
+                raise ConfigError(f"{option} {given}; give 1 or more")
         assumed = []
-        node = ranks_per_node or config.mics.ranks_per_node
+        said = config.mics.ranks_per_node
+        if said is not None and ranks_per_node not in (None, said):
+            raise ConfigError(contradiction(said, ranks_per_node))
+        node = ranks_per_node if said is None else said
         if node is None:
             node = min(GPUS_OF_A_SERVER, size or GPUS_OF_A_SERVER)
-            assumed.append(f"assumed: {node} ranks on a node (--ranks-per-node)")
+            assumed.append(f"assumed: {counted(node, 'rank')} on a node (--ranks-per-node)")
         if size is None:
             size = _smallest_world(config, node)
-            assumed.append(f"assumed: {size} ranks in all (--world-size)")
+            assumed.append(f"assumed: {counted(size, 'rank')} in all (--world-size)")
         return cls(size, node, tuple(assumed))
 
 
@@ -184,11 +193,10 @@ def _messages(plan: Plan | None, why_not: str) -> list[str]:
         return [f"messages: {why_not}"]
     layout = plan.layout
     nodes = layout.topology
-    one = layout.num_replicas == 1
-    replicas = "1 replica" if one else f"{layout.num_replicas} replicas"
     return [
-        f"{plan.num_parameters:,} parameters on {nodes.num_nodes} nodes of {nodes.ranks_per_node} "
-        f"ranks: {replicas} of {layout.partition_size} shards",
+        f"{plan.num_parameters:,} parameters on {counted(nodes.num_nodes, 'node')} of "
+        f"{counted(nodes.ranks_per_node, 'rank')}: {counted(layout.num_replicas, 'replica')} of "
+        f"{counted(layout.partition_size, 'shard')}",
         str(plan.sent),
     ]
 

@@ -29,7 +29,7 @@ from mics_dtensor.plan.search import answer
 from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.degrees import written_partition_size
 from mics_dtensor.train.load import Run, load
-from mics_dtensor.train.planning import Freedom, question
+from mics_dtensor.train.planning import Freedom, contradiction, question
 from mics_dtensor.train.values import LISTS
 
 if TYPE_CHECKING:
@@ -118,10 +118,7 @@ def run(argv: Sequence[str]) -> str:
         its = replace(its, ranks_per_node=options.ranks_per_node)
     said, has = config.mics.ranks_per_node, its.ranks_per_node
     if said not in (None, has) and options.ranks_per_node is not None:
-        raise PlanError(
-            f"mics.ranks_per_node = {said} contradicts --ranks-per-node {has}; give "
-            f"--mics.ranks_per_node={has} too, or leave --ranks-per-node out"
-        )
+        raise PlanError(contradiction(said, has))
     if said not in (None, has):
         raise PlanError(
             f"mics.ranks_per_node = {said} contradicts {its.name}, which has {has} ranks on a "

@@ -181,6 +181,14 @@ def _refuse_unplanned(config: RunConfig) -> None:
             )
 
 
+def contradiction(ranks_per_node: int, option: int | None) -> str:
+    """Of the file and of the command line, where both say how many ranks share a node."""
+    return (
+        f"mics.ranks_per_node = {ranks_per_node} contradicts --ranks-per-node {option}; give "
+        f"--mics.ranks_per_node={option} too, or leave --ranks-per-node out"
+    )
+
+
 def shard_itemsize(config: RunConfig) -> int:
     """Bytes of an element of a shard: what an update of it sends."""
     if config.mics.master_weights == "sharded":
