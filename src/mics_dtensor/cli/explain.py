@@ -13,17 +13,16 @@ from mics_dtensor.errors import ConfigError, PlanError
 from mics_dtensor.layout import Layout
 from mics_dtensor.plan.comparison import Comparison
 from mics_dtensor.plan.options import Options
-from mics_dtensor.plan.presets import MODELS, preset
+from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
-from mics_dtensor.plan.tensor_parallel import tied_slices
 from mics_dtensor.train.config import RunConfig, config_keys
 from mics_dtensor.train.degrees import num_micro_steps, resolve
 from mics_dtensor.train.key import value_at
 from mics_dtensor.train.known import refuse_unknown
-from mics_dtensor.train.lengths import refuse_lengths
 from mics_dtensor.train.load import Run, load
 from mics_dtensor.train.loss_chunks import num_loss_chunks
 from mics_dtensor.train.planning import contradiction, shard_itemsize
+from mics_dtensor.train.preset_limits import refuse_by_preset
 from mics_dtensor.train.values import LISTS, counted, shown
 
 SUMMARY = (
@@ -111,8 +110,6 @@ def run(argv: Sequence[str]) -> str:
     refuse_unknown(run.config)
     world = World.of(run.config, options.world_size, options.ranks_per_node)
     run, layout = resolve(run, world_size=world.size, local_world_size=world.ranks_per_node)
-    # Attention of torchtitan's models, where context parallel can cut it, has masks of blocks.
-    refuse_lengths(run.config, in_blocks=run.config.model.name in MODELS)
     plan, why_not = None, ""
     try:
         plan = plan_of(run.config, layout, num_micro_steps(run), backend=options.backend)
@@ -128,6 +125,7 @@ def plan_of(config: RunConfig, layout: Layout, micro_steps: int, *, backend: Any
     """The messages of a resolved run. Raises PlanError where they are not known beforehand, and
     ConfigError for what the program would refuse.
     """
+    refuse_by_preset(config)
     parallelism = config.parallelism
     if parallelism.pipeline_parallel_degree > 1:
         raise PlanError("the messages of pipeline stages are not planned yet; the run prints them")
@@ -136,13 +134,6 @@ def plan_of(config: RunConfig, layout: Layout, micro_steps: int, *, backend: Any
     model = preset(config.model.name, config.model.flavor)
     if config.model.n_layers is not None:
         model = model.with_layers(config.model.n_layers)
-    why = tied_slices(
-        parallelism.tensor_parallel_degree,
-        is_tied=model.is_tied,
-        over_replicas=config.mics.optimizer_over_replicas,
-    )
-    if why is not None:
-        raise ConfigError(f"{model.model} {model.flavor}: {why}")
     policy = Policy(
         gather_itemsize=ITEMSIZE[config.training.mixed_precision_param],
         reduce_itemsize=ITEMSIZE[config.training.mixed_precision_reduce],

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.key import replace_at, value_at
+from mics_dtensor.train.known import OPTIMIZERS, unknown_optimizer, unknown_option
 from mics_dtensor.train.load import Run
 from mics_dtensor.train.loss_chunks import num_loss_chunks
 from mics_dtensor.train.rows import rows
@@ -137,8 +138,8 @@ def _optimizer(config: RunConfig) -> Any:
                 pattern=pattern, optimizer_name=name, optimizer_kwargs={**for_all, **differs}
             )
         )
-    if written.name not in (known := ("Adam", "AdamW", "DistMuon")):
-        raise ConfigError(f"optimizer.name = {shown(written.name)}; choose from {list(known)}")
+    if written.name not in OPTIMIZERS:
+        raise unknown_optimizer(written.name)
     groups.append(
         ParamGroupConfig(pattern=".*", optimizer_name=written.name, optimizer_kwargs=for_all)
     )
@@ -180,10 +181,7 @@ def _activation_checkpoint(config: RunConfig) -> Any:
         shapes = list(written.per_op_sac_force_recompute_mm_shapes_by_fqns)
         return SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=shapes, **common)
     if not option.isdigit():
-        raise ConfigError(
-            f'activation_checkpoint.selective_ac_option = {shown(option)}; write "op", or a '
-            'number such as "2" for every second block'
-        )
+        raise unknown_option(option)
     # 0.2.2 took 0 for "every block".
     return EveryNthBlockAC.Config(every=max(1, int(option)), **common)
 

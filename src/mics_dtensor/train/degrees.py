@@ -13,6 +13,7 @@ from mics_dtensor.errors import ConfigError, PlanError
 from mics_dtensor.layout import Layout, divisors, partition_sizes
 from mics_dtensor.topology import Topology
 from mics_dtensor.train.key import replace_at, value_at
+from mics_dtensor.train.layout_limits import refuse_on_layout
 from mics_dtensor.train.load import Run
 from mics_dtensor.train.pipeline import refuse_pipelines
 from mics_dtensor.train.planning import recommended_partition_size
@@ -65,6 +66,7 @@ def resolve(
             f"partition group; choose from {divisors(shard * cp * tp)}"
         )
     num_micro_steps(run)
+    refuse_on_layout(run.config, layout)
     return run, layout
 
 

@@ -24,12 +24,20 @@ from mics_dtensor.train.values import shown
 DATA_SETS = ("c4", "c4_test", "c4_validation", PYTHON_DOCS, PYTHON_DOCS_VALIDATION)
 """torchtitan 0.3.0's and ours."""
 
+OPTIMIZERS = ("Adam", "AdamW", "DistMuon")
+
 
 def refuse_unknown(config: RunConfig) -> None:
     """Raises ConfigError, as the program would, for a name that neither torchtitan nor we know.
 
     A module of the user's own (a name with a dot) is not imported: it may know more of both.
     """
+    if config.optimizer.name not in OPTIMIZERS:
+        raise unknown_optimizer(config.optimizer.name)
+    chosen = config.activation_checkpoint
+    option = chosen.selective_ac_option
+    if chosen.mode == "selective" and option != "op" and not option.isdigit():
+        raise unknown_option(option)
     model = config.model
     if "." in model.name:
         return
@@ -59,4 +67,34 @@ def unknown_flavor(flavor: str, module: str, known: Sequence[str]) -> ConfigErro
     """For a flavor that the module's registry has not."""
     return ConfigError(
         f"[model] flavor = {shown(flavor)} is no flavor of {module}; choose from {list(known)}"
+    )
+
+
+def unknown_optimizer(name: str) -> ConfigError:
+    """For one that torchtitan's container cannot make."""
+    return ConfigError(f"optimizer.name = {shown(name)}; choose from {list(OPTIMIZERS)}")
+
+
+def unknown_option(option: str) -> ConfigError:
+    """For what selective checkpointing may be of."""
+    return ConfigError(
+        f'activation_checkpoint.selective_ac_option = {shown(option)}; write "op", or a number '
+        'such as "2" for every second block'
+    )
+
+
+def too_many_blocks(wanted: int, name: str, flavor: str, has: int) -> ConfigError:
+    """For blocks beyond those of a flavor."""
+    return ConfigError(
+        f"[model] n_layers = {wanted}: {name} {flavor} has {has} blocks, and only llama3 may have "
+        "more than its flavor; write fewer, or choose another flavor"
+    )
+
+
+def fp32_experts(name: str) -> ConfigError:
+    """For experts that compute in bfloat16 whatever they are given."""
+    return ConfigError(
+        f'training.mixed_precision_param = "float32": experts of {name} give what '
+        "torch._grouped_mm computes, bfloat16, and torchtitan's deterministic_scatter_add adds it "
+        'to tokens of the same dtype alone; write "bfloat16"'
     )

@@ -23,6 +23,7 @@ from mics_dtensor.train.loss_chunks import refuse_chunks
 from mics_dtensor.train.names import check_known
 from mics_dtensor.train.rows import lost_models, renamed_flavors, rows
 from mics_dtensor.train.schedule import refuse_short_schedule
+from mics_dtensor.train.sliced import refuse_unsliced
 from mics_dtensor.train.values import converted, shown
 
 CONVERTERS = (
@@ -161,6 +162,7 @@ def _refuse_pairs(config: RunConfig) -> None:
         )
     if mics.master_weights == "sharded":
         _refuse_masters(config)
+    refuse_unsliced(config)
     if mics.overlap_update and not mics.optimizer_over_replicas:
         raise ConfigError(
             "mics.overlap_update = true is about the slices of the optimizer, and there are none: "

@@ -14,7 +14,7 @@ from typing import Any
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.plan.presets import MODELS
 from mics_dtensor.train.config import RunConfig
-from mics_dtensor.train.known import unknown_flavor, unknown_model
+from mics_dtensor.train.known import too_many_blocks, unknown_flavor, unknown_model
 from mics_dtensor.train.values import shown
 
 QKV = ("wq", "wk", "wv")
@@ -165,10 +165,7 @@ def set_num_layers(spec: Any, num_layers: int) -> None:
     """As many blocks as asked for, in place; those beyond the flavor's are like its last one."""
     layers = spec.model.layers
     if spec.name != "llama3" and num_layers > len(layers):
-        raise ConfigError(
-            f"[model] n_layers = {num_layers}: {spec.name} {spec.flavor} has {len(layers)} blocks, "
-            "and only llama3 may have more than its flavor; write fewer, or choose another flavor"
-        )
+        raise too_many_blocks(num_layers, spec.name, spec.flavor, len(layers))
     from torch import nn
     from torchtitan.models.common.param_init import depth_scaled_std
 

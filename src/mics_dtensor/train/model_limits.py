@@ -20,6 +20,7 @@ from mics_dtensor.layout import divisors
 from mics_dtensor.plan.tensor_parallel import tied_slices, uneven_heads
 from mics_dtensor.train import device_shim
 from mics_dtensor.train.config import RunConfig
+from mics_dtensor.train.known import fp32_experts
 from mics_dtensor.train.lengths import refuse_lengths
 from mics_dtensor.train.optimizer import SlicedOptimizers
 
@@ -52,11 +53,7 @@ def _refuse_dtype(config: Trainer.Config) -> None:
     if "bfloat16" in (training.dtype, training.mixed_precision_param):
         return
     if any(True for _ in spec.model.traverse(GptOssGroupedExperts.Config)):
-        raise ConfigError(
-            f'training.mixed_precision_param = "float32": experts of {spec.name} give what '
-            "torch._grouped_mm computes, bfloat16, and torchtitan's deterministic_scatter_add adds "
-            'it to tokens of the same dtype alone; write "bfloat16"'
-        )
+        raise fp32_experts(spec.name)
 
 
 def _refuse_heads(config: Trainer.Config) -> None:

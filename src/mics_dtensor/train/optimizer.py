@@ -10,8 +10,8 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 from torchtitan.components.optimizer import OptimizersContainer
 
-from mics_dtensor.errors import ConfigError
 from mics_dtensor.sharded_states import ReplicaShardedOptimizer
+from mics_dtensor.train.sliced import refuse_kinds
 
 
 class SlicedOptimizers(OptimizersContainer):
@@ -25,18 +25,7 @@ class SlicedOptimizers(OptimizersContainer):
         overlap_update: bool = False
 
         def __post_init__(self) -> None:
-            if self.implementation == "fused_opt_states_bf16":
-                raise ConfigError(
-                    'optimizer.implementation = "fused_opt_states_bf16" would be ignored with '
-                    'mics.optimizer_over_replicas = true: write "fused", or delete one of the lines'
-                )
-            for group in self.param_groups:
-                if group.optimizer_name not in ("Adam", "AdamW"):
-                    raise ConfigError(
-                        f"optimizer {group.optimizer_name} looks at more than one element at a "
-                        "time, so mics.optimizer_over_replicas = true cannot slice its states: use "
-                        "AdamW, or delete one of the lines"
-                    )
+            refuse_kinds(self.implementation, (g.optimizer_name for g in self.param_groups))
 
     def __init__(self, config: Config, **options: Any) -> None:
         self._own: dict[str, Any] = {
