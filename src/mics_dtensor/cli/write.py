@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ def write_choice(path: Path, asked: RunConfig, values: Mapping[str, Any]) -> lis
         raise PlanError(
             "--write needs tomlkit: pip install tomlkit; or leave --write out"
         ) from None
-    document = tomlkit.parse(path.read_text(encoding="utf-8"))
+    written = path.read_bytes().decode("utf-8")  # with the ends of its lines
+    document = tomlkit.parse(written)
     told = []
     its = document.get("parallelism", {})
     if fixed := [
@@ -87,17 +89,26 @@ def write_choice(path: Path, asked: RunConfig, values: Mapping[str, Any]) -> lis
         document[table][key] = value
         told.append(f"{path}: {name} = {shown(value)} (was {shown(before)})")
     if told:
-        _replace(path, tomlkit.dumps(document))
+        _replace(path, _with_ends_of(written, tomlkit.dumps(document)))
     return told or [f"{path}: nothing to change"]
 
 
+def _with_ends_of(before: str, text: str) -> str:
+    """The text with CRLF at the end of every line, where that was so before."""
+    if "\n" in before and before.count("\r\n") == before.count("\n"):
+        return text.replace("\r\n", "\n").replace("\n", "\r\n")
+    return text
+
+
 def _replace(path: Path, text: str) -> None:
-    """With what `mics` itself can read, and whole."""
-    fresh = path.with_name(path.name + ".new")
+    """With what `mics` itself can read, and whole; where `path` is a link, what it leads to."""
+    target = path.resolve()
+    fresh = target.with_name(target.name + ".new")
     try:
-        fresh.write_text(text, encoding="utf-8")
+        fresh.write_text(text, encoding="utf-8", newline="")
+        shutil.copymode(target, fresh)
         load(["--config-file", str(fresh)])
-        fresh.replace(path)
+        fresh.replace(target)
     except (OSError, ConfigError) as error:
         fresh.unlink(missing_ok=True)
         raise PlanError(f"--write: {path} is as it was: {error}") from None
