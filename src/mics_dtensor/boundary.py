@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from logging import getLogger
 
 from mics_dtensor.agreement import Ballot, agree
@@ -22,6 +23,11 @@ logger = getLogger(__name__)
 
 IN_FLIGHT = 2
 """Messages at a time: more would hold more buffers, and the link carries one after the other."""
+
+
+AHEAD = 1
+"""Messages that leave before the agreement, which then takes no time of its own: gloo works on two
+at a time, and one of them is the agreement."""
 
 
 class Boundary:
@@ -88,7 +94,7 @@ class Boundary:
         arrives in a bucket that has left is a delta, with a message of its own.
         """
         gradient.arrive()
-        while self.may_leave and (bucket := self._next_bucket()) is not None:
+        for bucket in self._unsent() if self.may_leave else ():
             if any(g.arrivals < g.expected for g in bucket.gradients):
                 break
             self._launch(bucket)
@@ -100,16 +106,18 @@ class Boundary:
         on every rank if one has a `problem`, and CommunicationError if a message fails; in both
         cases no `.grad` holds anything of this step.
         """
-        while self.early and (bucket := self._next_bucket()) is not None:
-            self._launch(bucket)  # on every replica all buckets come before the agreement
+        for bucket in self._before_agreement():
+            self._launch(bucket)
         had = {g: self.left.get(g, g.is_present) for g in self}
-        more = {g: g.is_present for g in self.left}
+        more = {g: g.is_present for g in self.left} if self.early else {}
         self._agree([had, more], num_micro_steps=num_micro_steps, problem=problem)
+        for gradient in self:
+            gradient.param.remember(sent=had[gradient])
         deltas: list[Bucket] = []
         for position, bucket in enumerate(self.buckets):
             wanted = [had[gradient] for gradient in bucket.gradients]
             if bucket.gradients[0] in self.left:
-                late = [gradient for gradient in bucket.gradients if more[gradient]]
+                late = [gradient for gradient in bucket.gradients if more.get(gradient)]
                 if late:
                     deltas.append(replace(bucket, gradients=late, flat=None, pieces=[], work=None))
                 bucket.only(wanted)
@@ -139,9 +147,18 @@ class Boundary:
         for gradient in self if self.has_begun else ():
             gradient.abandon()
 
-    def _next_bucket(self) -> Bucket | None:
+    def _before_agreement(self) -> list[Bucket]:
+        """The same on every replica: all that have not left, if early; else the first, if the last
+        step sent it whole, so that no zeros are sent for what nobody uses.
+        """
+        if self.early:
+            return list(self._unsent())
+        first = islice(self._unsent(), AHEAD)
+        return [bucket for bucket in first if all(g.param.was_sent for g in bucket.gradients)]
+
+    def _unsent(self) -> Iterator[Bucket]:
         sent = (bucket for bucket in self.buckets if bucket.group is not None)
-        return next((bucket for bucket in sent if bucket.gradients[0] not in self.left), None)
+        return (bucket for bucket in sent if bucket.gradients[0] not in self.left)
 
     def _launch(self, bucket: Bucket) -> None:
         self.left |= {gradient: gradient.is_present for gradient in bucket.gradients}

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.counting import Collectives, count_collectives
-from harness.models import Sharding, mesh_of, shard_toy
+from harness.models import Sharding, Toy, mesh_of, shard_toy
 from harness.ranks import ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -102,6 +102,38 @@ def test_the_message_is_the_shards_in_the_dtype_asked_for() -> None:
 def test_overlap_adds_no_message() -> None:
     seen = steps(model_of(mesh_of(2, 2), True, NUM_LAYERS), overlap_boundary=True)
     assert [count.all_reduces for count in seen[-1]] == [0, 0, 1 + AGREEMENT]
+
+
+@ranks(4)
+def test_the_first_message_leaves_before_the_agreement() -> None:
+    """Once it has been sent, as all replicas know; what nobody used is sent as zeros once at most,
+    and its gradient is none. Units lie reversed: v, then u.
+    """
+    model = Toy({"u": {"a": (9, 3)}, "v": {"c": (2, 1)}})
+    shard_toy(model, Sharding(), mesh_of(2, 2))
+    seen: list[list[str]] = []
+    for used in (("u.a", "v.c"), ("u.a", "v.c"), ("u.a",), ("u.a",), ("v.c",), ("u.a", "v.c")):
+        model.zero_grad()
+        with (
+            gradient_accumulation(model, num_micro_steps=1, bucket_size_bytes=1) as accumulation,
+            count_collectives() as count,
+            accumulation.micro_step(),
+        ):
+            model({name: 8.0 + dist.get_rank() for name in used}).backward()
+        names = {4: "v", 4 * (3 + 2): "agreement"}  # three numbers, and one a parameter
+        sizes = [c.message_bytes for c in count.calls if c.kind == "all_reduce"]
+        seen.append([names.get(size, "u") for size in sizes])
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is not None) == (name.removeprefix("units.") in used), name
+    agreed = ["agreement", "agreement"]
+    assert seen == [
+        [*agreed, "v", "u"],
+        ["v", *agreed, "u"],
+        ["v", *agreed, "u"],  # zeros
+        [*agreed, "u"],
+        [*agreed, "v"],
+        ["v", *agreed, "u"],
+    ]
 
 
 def _kinds(count: Collectives) -> dict[str, int]:

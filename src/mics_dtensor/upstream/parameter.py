@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+WAS_SENT = "mics_was_sent"  # our attribute, on FSDPParam
+
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
@@ -43,6 +45,15 @@ class ShardedParameter:
         where = self.fsdp._module_info
         module: nn.Module = where.module
         return None if where.shared_modules else module
+
+    @property
+    def was_sent(self) -> bool:
+        """Whether its gradient crossed the replicas at the last boundary; all of them know it."""
+        return bool(getattr(self.fsdp, WAS_SENT, False))
+
+    def remember(self, *, sent: bool) -> None:
+        """For `was_sent`, also of objects made later for the same parameter."""
+        setattr(self.fsdp, WAS_SENT, sent)
 
     @property
     def local(self) -> torch.Tensor:
