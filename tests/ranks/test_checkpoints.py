@@ -310,6 +310,44 @@ def test_what_is_damaged_is_refused_by_name_and_passed_over(tmp_path: Path) -> N
     assert Checkpoints(tmp_path / "new", model=other, optimizer=others).resume() is None
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@ranks(4, timeout_s=110)
+def test_what_is_saved_after_going_back_stays_and_is_resumed_from(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    model, optimizer = made(2, 2)
+    options = CheckpointOptions(keep_last=2, asynchronous=asynchronous)
+    with Checkpoints(tmp_path, model=model, optimizer=optimizer) as first:
+        at_step = {}
+        for step in (1, 2, 3, 4):
+            train(model, optimizer, step)
+            first.save(step)
+            at_step[step] = values(model)
+    with Checkpoints(tmp_path, model=model, optimizer=optimizer, options=options) as again:
+        again.load(1)
+        assert same(values(model), at_step[1])
+        train(model, optimizer, 7)  # another branch
+        again.save(2)
+        again.wait()
+        branch = values(model)
+        assert not same(branch, at_step[2])
+        assert said_by_all(sorted(path.name for path in tmp_path.glob("step-*"))) == (
+            [["step-2", "step-4"]] * 4
+        )
+        assert (manifest := again.resume()) is not None
+        assert manifest.step == 2
+        assert same(values(model), branch)
+        data = next((tmp_path / "step-2").glob("*.distcp"))
+        again.load(4)  # still there, and older
+        dist.barrier()
+        if dist.get_rank() == 0:
+            data.write_bytes(b"")
+        dist.barrier()
+        assert (manifest := again.resume()) is not None
+        assert manifest.step == 4
+        assert same(values(model), at_step[4])
+
+
 @ranks(4, timeout_s=110)
 def test_another_model_is_refused_with_names(tmp_path: Path) -> None:
     model, optimizer = made(2, 2)

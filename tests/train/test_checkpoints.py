@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
@@ -14,7 +13,8 @@ import torch.distributed as dist
 from harness.checkpointed import stored
 from harness.ranks import ranks as on_ranks
 from harness.ranks import run_on_ranks
-from train.small_run import MICS, configured, entries_but_read_ahead, ours, train
+from train.resumed_run import ENABLED, at_the_end, trained
+from train.small_run import configured, ours, train
 
 from mics_dtensor.checkpoint.commit import named
 from mics_dtensor.checkpoint.manifest import Manifest
@@ -24,54 +24,6 @@ from mics_dtensor.train.config import Mics
 
 # 2026-11: torchtitan 0.3.0 asks a scheduler for its rate outside of step() when it is loaded.
 pytestmark = pytest.mark.filterwarnings("ignore:To get the last learning rate:UserWarning")
-ENABLED = (
-    "--checkpoint.enable=true",
-    "--checkpoint.interval=2",
-    "--checkpoint.last_save_model_only=false",
-    "--training.global_batch_size=8",
-    "--lr_scheduler.decay_ratio=0.5",
-)
-
-
-def trained(
-    folder: Path,
-    *overrides: str,
-    steps: int,
-    ranks: int = 4,
-    mics: Mics = MICS,
-    saves_last: bool = True,
-) -> dict[str, list[float]]:
-    """Of each step its loss, norm and learning rate; all of the last one is saved."""
-    told = folder / "told.json"
-
-    def body() -> None:
-        config, layout = configured(folder, *ENABLED, *overrides)
-        trainer = ours(config, layout, mics)
-        found: dict[str, list[float]] = {}
-        log = trainer.metrics_processor.log
-
-        def recorded(step: int, loss: float, max_loss: float, norm: float, **more: object) -> None:
-            rate = trainer.lr_schedulers.schedulers[0].get_last_lr()[0]
-            found[str(step)] = [loss, norm, rate]
-            log(step, loss, max_loss, norm, **more)
-
-        trainer.metrics_processor.log = recorded
-        trainer.should_continue_training = lambda: trainer.step < steps
-        trainer.train()
-        found["tokens"] = [trainer.ntokens_seen * trainer.dataloader.dp_world_size]
-        assert not saves_last or trainer.checkpointer.save_now(steps)
-        trainer.close()
-        if dist.get_rank() == 0:
-            told.write_text(json.dumps(found))
-
-    run_on_ranks(ranks, body, timeout_s=100)
-    found: dict[str, list[float]] = json.loads(told.read_text())
-    return found
-
-
-def at_the_end(folder: Path, step: int) -> dict[str, str]:
-    """Parameters, states, schedule, position and counts of a run, to the last byte."""
-    return entries_but_read_ahead(folder / "checkpoint" / f"step-{step}")
 
 
 @pytest.mark.timeout(400)
@@ -203,7 +155,7 @@ def test_what_cannot_be_resumed_from_is_said(tmp_path: Path) -> None:
                 trainer.train()
             trainer.close()
 
-        refused("step-3 holds weights alone: .*write checkpoint.load_step = 2. .*initial_load_path")
+        refused("step-3 holds weights alone .*write checkpoint.load_step = 2. .*initial_load_path")
         refused("step-9 does not exist", "--checkpoint.load_step=9")
         refused("another model", "--checkpoint.load_step=2", "--model.n_layers=2")
         trainer = ours(*configured(tmp_path, *ENABLED, "--checkpoint.load_step=2"))

@@ -14,9 +14,9 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 
 from mics_dtensor.errors import CheckpointError
 from mics_dtensor.train import data
-from mics_dtensor.train.checkpoints import take_up
 from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.lanes import LaneLoader
+from mics_dtensor.train.position import take_up
 
 # 2026-11: torchdata's loader, which is torchtitan's, asks torch for it.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from mics_dtensor.checkpoint import commit as committing
 from mics_dtensor.checkpoint.commit import (
     abandon,
+    aged,
     begin,
     commit,
     is_whole,
@@ -146,6 +149,41 @@ def test_what_a_run_can_be_resumed_from_outlives_weights_alone(tmp_path: Path) -
     save(tmp_path / "step-40", contents="model")
     assert [p.name for p in retire(tmp_path, keep_last=1)] == ["step-10", "step-30"]
     assert steps(tmp_path) == [20, 40]
+
+
+def test_what_was_completed_last_is_the_newest_whatever_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (2, 4, 6, 8):
+        save(tmp_path / f"step-{step}")
+    assert not caplog.records
+    at_s = Manifest.read(tmp_path / "step-8").completed_s
+    assert at_s is not None
+    monkeypatch.setattr(time, "time", lambda: at_s - 1e6)  # nor whatever the clock says
+    deleted = list[str]()
+    for step in (3, 4, 5):  # the run went back to 2
+        save(tmp_path / f"step-{step}")
+        deleted += [p.name for p in retire(tmp_path, keep_last=2)]
+        assert list(aged(tmp_path))[-1] == step
+    assert deleted == ["step-2", "step-4", "step-6", "step-8", "step-3"]
+    assert list(aged(tmp_path)) == steps(tmp_path) == [4, 5]
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "step-3 follows step-8, a later step: the run went back" in said
+
+
+def test_those_that_cannot_tell_follow_the_steps_before_them(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 9):
+        save(tmp_path / f"step-{step}")
+    for step in (1, 2, 9):  # as an older version wrote it
+        path = tmp_path / f"step-{step}" / NAME
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"completed_s": None}))
+    assert list(aged(tmp_path)) == [1, 2, 9, 3]
+    (tmp_path / "step-2" / NAME).write_text("{")
+    (tmp_path / "step-9" / NAME).unlink()
+    assert list(aged(tmp_path)) == [1, 2, 3, 9]
+    save(tmp_path / "step-4")
+    assert [p.name for p in retire(tmp_path, keep_last=1)] == ["step-1", "step-2", "step-3"]
+    assert list(aged(tmp_path)) == [4, 9]  # damaged, and not known to be older
 
 
 @pytest.mark.parametrize("others", ["step-1", "step-2"])

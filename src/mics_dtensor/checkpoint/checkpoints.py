@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
+from mics_dtensor.checkpoint.age import completed_s, oldest_first
 from mics_dtensor.checkpoint.commit import named, refuse_no_folder
 from mics_dtensor.checkpoint.loading import Loading, saved_outlines
 from mics_dtensor.checkpoint.manifest import Damaged, Manifest, versions
@@ -92,7 +93,7 @@ class Checkpoints:
         return newest_good(self.folder, self._read)
 
     def load(self, step: int) -> Manifest:
-        """Load step-`step`."""
+        """Load step-`step`. What is saved then is the newest, whatever later steps are there."""
         self.wait()
         UNDER_WAY.wait(self.folder)
         return self._read(self.folder / f"step-{step}")
@@ -149,13 +150,20 @@ class Checkpoints:
 
 
 def newest_good(folder: Path, load: Callable[[Path], Manifest]) -> Manifest | None:
-    """What `load` says of the newest checkpoint of `folder` that is whole. Collective."""
+    """What `load` says of the newest checkpoint of `folder` that is whole. Collective.
+
+    The newest is the one that was completed last. Each manifest is asked by one rank that sees it.
+    """
     UNDER_WAY.wait(folder)
     agreed(lambda: refuse_no_folder(folder))
     seen = gathered({step: str(path) for step, path in named(folder).items()})
     paths = {step: path for of_rank in reversed(seen) for step, path in of_rank.items()}
+    asked = {step: rank for rank in reversed(range(len(seen))) for step in seen[rank]}
+    mine = [step for step, rank in asked.items() if rank == rank_here()]
+    told = gathered({step: completed_s(Path(paths[step])) for step in mine})
+    ages = {step: its for of_rank in told for step, its in of_rank.items()}
     passed = list[str]()
-    for step in sorted(paths, reverse=True):
+    for step in reversed(oldest_first(ages)):
         try:
             return load(Path(paths[step]))
         except Damaged as error:

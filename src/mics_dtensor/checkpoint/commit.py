@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import shutil
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
+from mics_dtensor.checkpoint.age import completed_s, later_than, oldest_first
 from mics_dtensor.checkpoint.manifest import NAME, Manifest, step_folders, step_of, sync_folder
 from mics_dtensor.checkpoint.owner import Owner
 from mics_dtensor.errors import CheckpointError
@@ -71,8 +73,9 @@ def taken_away(path: Path) -> CheckpointError:
 def commit(path: Path, manifest: Manifest) -> None:
     """Complete `path`, all files of which are on the disk; by one rank, after all have written.
 
-    A checkpoint that was there under that name gives way. Raises CheckpointError where a file is
-    not seen from here, OSError where the disk refuses.
+    A checkpoint that was there under that name gives way, and this one is the newest from now on,
+    whatever the steps of the others. Raises CheckpointError where a file is not seen from here,
+    OSError where the disk refuses.
     """
     partial = partial_of(path)
     if unseen := [file.name for file in manifest.files if not (partial / file.name).is_file()]:
@@ -82,14 +85,25 @@ def commit(path: Path, manifest: Manifest) -> None:
             '"partition_group", which writes the whole copy from the ranks of one partition group'
         )
     manifest.check_sizes(partial)
-    manifest.write(partial)
+    others = aged(path.parent)
+    at_s = later_than(map(completed_s, others.values()))
+    replace(manifest, completed_s=at_s).write(partial)
     replaced = path.with_name(path.name + REPLACED)
     if path.exists():
         path.rename(replaced)
     partial.rename(path)
     sync_folder(path.parent)
+    step = step_of(path.name)
+    if step is not None and others and list(others)[-1] > step:
+        logger.warning(
+            "%s follows %s, a later step: the run went back, and goes on from %s from now on",
+            path,
+            f"step-{list(others)[-1]}",
+            path.name,
+        )
     if replaced.exists():
         shutil.rmtree(replaced)
+        logger.info("replaced the checkpoint %s", path)
 
 
 def abandon(path: Path) -> None:
@@ -103,6 +117,12 @@ def named(folder: Path) -> dict[int, Path]:
     for left in folder.glob(f"step-*{REPLACED}"):  # see `begin`
         found.setdefault(step_of(left.stem), left)
     return {step: found[step] for step in sorted(step for step in found if step is not None)}
+
+
+def aged(folder: Path) -> dict[int, Path]:
+    """The same by when they were completed, the newest at the end; reads their manifests."""
+    found = named(folder)
+    return {its: found[its] for its in oldest_first({s: completed_s(p) for s, p in found.items()})}
 
 
 def refuse_no_folder(folder: Path) -> None:
@@ -132,10 +152,11 @@ def what_is_wrong(path: Path) -> CheckpointError | None:
 def retire(folder: Path, *, keep_last: int) -> list[Path]:
     """Delete what is older than the `keep_last` newest whole checkpoints; what was deleted.
 
-    Damaged ones count for nothing, so the only good one stays, and so does the newest that a run
-    can be resumed from. 0 keeps all. To be called after a commit, by one rank.
+    The newest are those that were completed last, not those of the highest steps. Damaged ones
+    count for nothing, so the only good one stays, and so does the newest that a run can be resumed
+    from. 0 keeps all. To be called after a commit, by one rank.
     """
-    found = list(named(folder).values())
+    found = list(aged(folder).values())
     whole = [path for path in reversed(found) if is_whole(path)]  # newest first
     if not keep_last or len(whole) <= keep_last:
         return []

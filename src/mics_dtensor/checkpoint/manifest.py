@@ -51,8 +51,9 @@ class Manifest:
 
     `contents`: "training" can be resumed from, "model" is weights alone. `tokens`: seen by the run
     until `step`. `layout`: world_size, ranks_per_node, partition_size, tensor_parallel_size of the
-    run that wrote it. `config`: the resolved run. `data`: where the data loaders stood. None where
-    the writer did not know.
+    run that wrote it. `config`: the resolved run. `data`: where the data loaders stood.
+    `completed_s`: when it was completed, in seconds since 1970, later than all others of its
+    folder then; set by `commit`. None where the writer did not know.
     """
 
     step: int
@@ -63,6 +64,7 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     data: Mapping[str, int] | None = None
+    completed_s: float | None = None
 
     def to_text(self) -> str:
         """The JSON of the file."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from mics_dtensor.checkpoint.outline import EXTRA
 from mics_dtensor.errors import CheckpointError
-from mics_dtensor.world import rank_here
+from mics_dtensor.world import gathered, rank_here
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +37,12 @@ class MatchedPlanner(DefaultLoadPlanner):
         self._path = path
 
     def create_local_plan(self) -> LoadPlan:
-        """On every rank; all have the same names."""
+        """On every rank; those of a stage of a pipeline have its names alone. Collective."""
         saved = shapes_of(cast("Metadata", self.metadata))
         wanted = {name: shape_of(value) for name, value in self.state_dict.items()}
         asked = [f"{EXTRA}.{name}" for name in self.original_state_dict.get(EXTRA, ())]
-        if found := differing(saved, wanted, asked=asked):
+        by_any = wanted_by_any(saved, wanted)
+        if found := differing(saved, wanted, elsewhere=by_any, asked=asked):
             whose, way = whose_else(name for names in found.values() for name in names)
             raise CheckpointError(f"{self._path} is of {whose}: {in_words(found)}{way}")
         kept = [name for name in wanted if name not in saved]
@@ -61,6 +62,18 @@ def shapes_of(metadata: Metadata) -> dict[str, Shape]:
 def shape_of(value: Any) -> Shape:
     """Of a tensor, of the whole one where it is distributed."""
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def wanted_by_any(saved: Iterable[str], wanted: Collection[str]) -> set[str]:
+    """Those of the saved names, the same on all ranks, that some rank wants. Collective.
+
+    One message of one bit a name, since a world may be large.
+    """
+    names, bits = sorted(saved), 0
+    for its in gathered(int("0" + "".join("01"[name in wanted] for name in names), 2)):
+        bits |= its
+    said = f"{bits:0{len(names)}b}"
+    return {name for name, bit in zip(names, said, strict=False) if bit == "1"}
 
 
 def difference(saved: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> str:
@@ -90,11 +103,16 @@ def whose_else(names: Iterable[str]) -> tuple[str, str]:
 
 
 def differing(
-    saved: Mapping[str, Shape], wanted: Mapping[str, Shape], *, asked: Iterable[str] = ()
+    saved: Mapping[str, Shape],
+    wanted: Mapping[str, Shape],
+    *,
+    elsewhere: Collection[str] = (),
+    asked: Iterable[str] = (),
 ) -> dict[str, list[str]]:
     """By what is wrong with them, the names of values that keep one from being the other. Pure.
 
-    `asked`: kinds that are wanted even where no name of them is.
+    `elsewhere`: names that other ranks want. `asked`: kinds that are wanted even where no name of
+    them is.
     """
     minded = {kind_of(name) for name in wanted} | set(asked)  # the others are not asked for
     others = () if has_states(saved) else other_options(saved, wanted)
@@ -102,7 +120,10 @@ def differing(
     extra = [
         name
         for name in saved
-        if name not in wanted and kind_of(name) in minded and not may_be_extra(name)
+        if name not in wanted
+        and name not in elsewhere
+        and kind_of(name) in minded
+        and not may_be_extra(name)
     ]
     lacking += [name for name in wanted if name in others]
     extra += [name for name in saved if name in others]

@@ -20,7 +20,7 @@ from torchtitan.components.checkpoint import (
 from torchtitan.tools.utils import GarbageCollection
 
 from mics_dtensor.checkpoint.checkpoints import as_keys, newest_good
-from mics_dtensor.checkpoint.commit import begin, commit, is_whole, named, partial_of
+from mics_dtensor.checkpoint.commit import aged, begin, commit, is_whole, named, partial_of
 from mics_dtensor.checkpoint.manifest import Manifest, files_of, versions
 from mics_dtensor.checkpoint.placement import Placement
 from mics_dtensor.checkpoint.reading import Reader
@@ -31,11 +31,10 @@ from mics_dtensor.errors import CheckpointError
 from mics_dtensor.layout import Layout
 from mics_dtensor.train.converted import way_on
 from mics_dtensor.train.lanes import LaneLoader
+from mics_dtensor.train.position import position_of, take_up
 from mics_dtensor.world import agreed, gathered, rank_here
 
 logger = logging.getLogger(__name__)
-
-READERS = "readers"  # in a manifest's `data`: of torchtitan's loader with worker processes
 
 
 class WholeCheckpoints(CheckpointManager):
@@ -138,17 +137,26 @@ class WholeCheckpoints(CheckpointManager):
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        self._fill(state_dict, self._reader(Path(checkpoint_id), verify=False))
+        reader = self._reader(Path(checkpoint_id), verify=False)
+        manifest, is_all = reader.manifest, TRAIN_STATE in state_dict
+        if is_all and manifest is not None and manifest.contents == "model":
+            raise CheckpointError(
+                f"checkpoint.initial_load_path {checkpoint_id} holds weights alone: write "
+                "initial_load_model_only = true, or name a checkpoint of all of a run"
+            )
+        self._go_on(state_dict, reader, manifest)
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
         folder = Path(self.folder)
         if step != -1:
             self._resume(folder / f"step-{step}")
-            return True
-        if newest_good(folder, self._resume) is not None:
-            return True
-        return bool(super()._load(-1))
+            self._say_it_goes_back(folder, step)
+            is_loaded = True
+        else:
+            is_loaded = newest_good(folder, self._resume) is not None or bool(super()._load(-1))
+        self._refuse_few_documents()
+        return is_loaded
 
     def _find_load_step(self, folder: str = "") -> int:  # noqa: ARG002
         """For torchtitan's `_load`, which is asked only where there is nothing to resume from."""
@@ -167,17 +175,25 @@ class WholeCheckpoints(CheckpointManager):
         only_weights = manifest.step == 0
         if manifest.contents == "model" and not only_weights:
             raise CheckpointError(self._holds_weights_alone(path))
-        if not only_weights and DATALOADER not in self.exclude_from_loading:
-            take_up(self.states[DATALOADER], manifest.data, path)
         logger.info("Loading the checkpoint from %s.", path)
         if only_weights:
             self._fill(self.states[MODEL].state_dict(), reader)
         else:
-            self._fill(self._states_without(self.exclude_from_loading), reader)
-        if manifest.tokens is not None and not only_weights:
-            trainer, loader = self.states[TRAIN_STATE], self.states[DATALOADER]
-            trainer.ntokens_seen = manifest.tokens // loader.dp_world_size
+            self._go_on(self._states_without(self.exclude_from_loading), reader, manifest)
         return manifest
+
+    def _go_on(self, state: dict[str, Any], reader: Reader, manifest: Manifest | None) -> None:
+        """Load `state`, and of the position and the tokens what ranks had. Collective.
+
+        Without a manifest torchtitan's own loader may know its position.
+        """
+        loader, trainer = self.states[DATALOADER], self.states[TRAIN_STATE]
+        if DATALOADER in state and (manifest is not None or isinstance(loader, LaneLoader)):
+            take_up(loader, None if manifest is None else manifest.data, reader.path)
+            self._refuse_few_documents()
+        self._fill(state, reader)
+        if TRAIN_STATE in state and manifest is not None and manifest.tokens is not None:
+            trainer.ntokens_seen = manifest.tokens // loader.dp_world_size
 
     def _states_without(self, names: Iterable[str]) -> dict[str, Any]:
         """As torchtitan lays them out: parameters by their names, the rest by its own."""
@@ -205,11 +221,30 @@ class WholeCheckpoints(CheckpointManager):
         self.states[MODEL].load_state_dict(state)
         GarbageCollection.collect("GC collection for checkpoint loading.")
 
+    def _refuse_few_documents(self) -> None:
+        """Once the loader knows its lanes, which a checkpoint may bring. Collective."""
+        loader = self.states[DATALOADER]
+        if isinstance(loader, LaneLoader):
+            agreed(loader.refuse_few_documents)
+
+    def _say_it_goes_back(self, folder: Path, step: int) -> None:
+        later = [its.name for number, its in named(folder).items() if number > step]
+        if later and not self.load_only:
+            logger.warning(
+                "checkpoint.load_step = %d goes back behind %s: what this run saves is the newest "
+                "then, takes the place of the same step, and keep_latest_k deletes the others "
+                "first. To keep them: another checkpoint.folder, with initial_load_path = "
+                '"%s" and initial_load_model_only = false',
+                step,
+                ", ".join(later),
+                folder / f"step-{step}",
+            )
+
     def _holds_weights_alone(self, path: Path) -> str:
         folder = Path(self.folder)
         whole = [
             step
-            for step, its in named(folder).items()
+            for step, its in aged(folder).items()
             if is_whole(its) and Manifest.read(its).contents == "training"
         ]
         go_on = f"write checkpoint.load_step = {whole[-1]}" if whole else "there is no other step"
@@ -259,42 +294,4 @@ def config_of(
     values = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
     return WholeCheckpoints.Config(
         **values | {"placement": placement, "layout": layout, "run": run}
-    )
-
-
-def position_of(loader: Any) -> dict[str, int]:
-    """What a manifest says of a loader: where it stands, or how many ranks must read on."""
-    if isinstance(loader, LaneLoader):
-        return loader.position
-    return {READERS: loader.dp_world_size}
-
-
-def take_up(loader: Any, saved: Mapping[str, int] | None, path: Path) -> None:
-    """Refuse a position that this loader cannot go on from; before anything is loaded."""
-    its = position_of(loader)
-    if saved is not None and isinstance(loader, LaneLoader) and "lanes" in saved:
-        loader.take_up(dict(saved))
-        return
-    if saved is not None and its == saved:
-        return
-    anew = 'begin the data anew with checkpoint.exclude_from_loading = ["dataloader"]'
-    if saved is None:
-        raise CheckpointError(
-            f"{path} does not say where the data stood, as one that `mics convert deepspeed` wrote "
-            f"cannot: {anew}, in this start alone"
-        )
-    readers = saved.get(READERS)
-    how = "was read without worker processes"
-    if readers is not None:
-        how = f"was read by worker processes of {readers} data-parallel ranks"
-    here = "without" if isinstance(loader, LaneLoader) else "with"
-    same = (
-        f"start {readers} data-parallel ranks with the same training.dataloader.num_workers"
-        if readers is not None
-        else "write training.dataloader.num_workers = 0"
-    )
-    raise CheckpointError(
-        f"{path} {how}, and this run has {loader.dp_world_size} data-parallel ranks {here} worker "
-        f"processes, which cannot go on there without repeating or skipping samples: {same}, or "
-        f"{anew}"
     )

@@ -20,6 +20,7 @@ PYTHON_DOCS = "python_docs"
 PYTHON_DOCS_VALIDATION = "python_docs_validation"
 # The name under which torchtitan's registry of data sets finds our reader of local files.
 LOCAL_FILE = "local_file"
+FEWER_RANKS = "start fewer ranks"
 # The reader of Hugging Face `datasets` for each kind of file.
 READERS = {".jsonl": "json", ".txt": "text", ".parquet": "parquet"}
 
@@ -83,8 +84,11 @@ def local_file(path: str | None) -> Path | None:
     return Path(path) if path and Path(path).suffix in READERS else None
 
 
-def check_data(config: RunConfig, *, num_readers: int) -> None:
+def check_data(config: RunConfig, *, num_readers: int, goes_on: bool = False) -> None:
     """Refuse data that cannot be read; `num_readers` data-parallel ranks each need a document.
+
+    A run that `goes_on` reads for training as many parts as it first had ranks, which is known
+    when its checkpoint is: LaneLoader.refuse_few_documents.
 
     Reads no more of a file than that takes. Raises ConfigError, on this rank alone: another node
     may have the file. The program compares the ranks' answers before it goes on.
@@ -96,7 +100,9 @@ def check_data(config: RunConfig, *, num_readers: int) -> None:
         given = f"{table}.dataset_path {read.dataset_path!r}"
         path = local_file(read.dataset_path)
         if path is not None:
-            _check_file(path, given, num_readers)
+            num_documents = 1 if goes_on and table == "training" else num_readers
+            readers = f"{num_readers} data-parallel ranks"
+            _check_file(path, given, num_documents, readers, FEWER_RANKS)
         else:
             _check_named(table, read.dataset, read.dataset_path)
     assets = assets_path(config)
@@ -105,6 +111,14 @@ def check_data(config: RunConfig, *, num_readers: int) -> None:
             f"model.hf_assets_path {assets!r} holds no tokenizer.json, vocab.json or vocab.txt; "
             'name the folder of one, or write hf_assets_path = "" for the built-in tokenizer'
         )
+
+
+def check_documents(
+    dataset_path: str | None, num_documents: int, *, readers: str, way: str
+) -> None:
+    """Refuse a file of [training] with fewer documents than `readers`. Raises ConfigError."""
+    if (path := local_file(dataset_path)) is not None:
+        _check_file(path, f"training.dataset_path {dataset_path!r}", num_documents, readers, way)
 
 
 def unknown_data_set(table: str, name: str, known: Sequence[str]) -> ConfigError:
@@ -138,19 +152,19 @@ def _check_named(table: str, dataset: str, path: str | None) -> None:
         )
 
 
-def _check_file(path: Path, given: str, num_readers: int) -> None:
+def _check_file(path: Path, given: str, num_documents: int, readers: str, way: str) -> None:
     if not path.is_file():
         raise ConfigError(
             f"{given} does not exist; name a {', '.join(READERS)} file that does, or set dataset "
             f"to {PYTHON_DOCS!r} and delete dataset_path for text that needs no file"
         )
     if path.stat().st_size == 0:
-        raise ConfigError(f"{given} is empty; it must hold at least {num_readers} documents")
-    found = sum(1 for _ in zip(range(num_readers), _documents(path, given), strict=False))
-    if found < num_readers:
+        raise ConfigError(f"{given} is empty; it must hold at least {num_documents} documents")
+    found = sum(1 for _ in zip(range(num_documents), _documents(path, given), strict=False))
+    if found < num_documents:
         raise ConfigError(
-            f"{given} holds {found} documents, fewer than the {num_readers} data-parallel ranks, "
-            "each of which reads its own; give more documents or start fewer ranks"
+            f"{given} holds {found} documents, fewer than the {readers}, each of which reads its "
+            f"own; give more documents or {way}"
         )
 
 

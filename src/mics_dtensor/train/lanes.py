@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -21,6 +22,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader, HuggingFaceTextDataset
 
 from mics_dtensor.errors import CheckpointError
+from mics_dtensor.train.data import FEWER_RANKS, check_documents
 
 Sequence = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -73,6 +75,7 @@ class LaneLoader(BaseDataLoader):
     ) -> None:
         self.dp_world_size, self.dp_rank = dp_world_size, dp_rank
         self._batch_size, self._pins = local_batch_size, config.pin_memory
+        self._path = config.dataset_path
 
         def lane(number: int, num_lanes: int) -> Lane:
             return Lane(
@@ -90,7 +93,10 @@ class LaneLoader(BaseDataLoader):
         self._num_lanes, self._start, self._num_read = dp_world_size, 0, 0
         self._lanes: dict[int, Lane] = {}
         self._is_awaiting = False
-        self._lane(dp_rank)  # what cannot be read is told now, not in the first step
+        # What cannot be read is told now, not in the first step; an empty lane once it is known
+        # whether a checkpoint has cut the documents otherwise (refuse_few_documents).
+        with suppress(IndexError):
+            self._lane(dp_rank)
 
     @property
     def position(self) -> dict[str, int]:
@@ -127,6 +133,18 @@ class LaneLoader(BaseDataLoader):
         """The lanes that this rank reads of."""
         step = gcd(self._num_lanes, self.dp_world_size)
         return list(range((self._start + self.dp_rank) % step, self._num_lanes, step))
+
+    def refuse_few_documents(self) -> None:
+        """Where a lane of a file would be empty, for which a run would look forever. ConfigError.
+
+        To be asked once the lanes are known: a run that goes on has those that it first had.
+        """
+        first, way = "", FEWER_RANKS
+        if self._start:
+            first = " that the run first had"
+            way = 'begin the data anew with checkpoint.exclude_from_loading = ["dataloader"]'
+        readers = f"{self._num_lanes} data-parallel ranks{first}"
+        check_documents(self._path, self._num_lanes, readers=readers, way=way)
 
     def take_up(self, position: dict[str, int]) -> None:
         """Before a checkpoint of that position is loaded: what this rank will want of it."""

@@ -24,6 +24,8 @@ from mics_dtensor.world import agreed
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
+    from mics_dtensor.train.config import RunConfig
+
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Train, and return the exit status; every rank of the world calls it with the same `argv`.
@@ -162,7 +164,21 @@ def _check(run: Run, layout: Layout, launch: Launch) -> None:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         refuse_other_device(run.config, device_name(torch.device(kind)))
     cp = run.config.parallelism.context_parallel_degree
-    check_data(run.config, num_readers=layout.num_replicas * layout.partition_size // cp)
+    num_readers = layout.num_replicas * layout.partition_size // cp
+    check_data(run.config, num_readers=num_readers, goes_on=_may_go_on(run.config))
+
+
+def _may_go_on(config: RunConfig) -> bool:
+    """Whether the position in the data may be a checkpoint's, which has lanes of its own."""
+    from mics_dtensor.checkpoint.commit import named
+
+    its = config.checkpoint
+    if not its.enable or "://" in its.folder or "dataloader" in its.exclude_from_loading:
+        return False
+    if config.training.dataloader.num_workers:
+        return False
+    starts = its.initial_load_path and not its.initial_load_model_only
+    return bool(starts or named(Path(config.job.dump_folder) / its.folder))
 
 
 def _check_vocabulary(config: Trainer.Config) -> None:
