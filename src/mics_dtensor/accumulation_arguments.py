@@ -30,10 +30,10 @@ def refuse_arguments(
             f"second_hop_dtype is {second_hop_dtype!r}; give one of "
             f"{', '.join(str(dtype) for dtype in HOP_DTYPES)}, or None for that of the reduction"
         )
-    if type(bucket_size_bytes) is not int or bucket_size_bytes < 1:
+    if type(bucket_size_bytes) is not int or bucket_size_bytes < 0:
         raise AccumulationError(
-            f"bucket_size_bytes is {bucket_size_bytes!r}; give a whole number of bytes, 1 or more "
-            "(1: a message for each unit)"
+            f"bucket_size_bytes is {bucket_size_bytes!r}; give a whole number of bytes, 0 or more "
+            "(0: a message for each unit)"
         )
     if overlap_boundary and static_gradients:
         raise AccumulationError(

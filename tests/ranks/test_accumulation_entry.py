@@ -328,7 +328,7 @@ def test_arguments_that_mean_nothing_are_refused_at_entry() -> None:
         ({"bucket_size_bytes": "1MB"}, "bucket_size_bytes is '1MB'; give a whole number"),
         ({"bucket_size_bytes": None}, "bucket_size_bytes is None"),
         ({"bucket_size_bytes": float("nan")}, "bucket_size_bytes is nan"),
-        ({"bucket_size_bytes": 0}, "bucket_size_bytes is 0"),
+        ({"bucket_size_bytes": -1}, "bucket_size_bytes is -1"),
         ({"num_micro_steps": True}, "num_micro_steps is True; give a whole number"),
     ]
     for options, said in wrong:
