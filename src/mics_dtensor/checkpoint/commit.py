@@ -70,11 +70,11 @@ def taken_away(path: Path) -> CheckpointError:
     )
 
 
-def commit(path: Path, manifest: Manifest) -> None:
+def commit(path: Path, manifest: Manifest) -> Manifest:
     """Complete `path`, all files of which are on the disk; by one rank, after all have written.
 
     A checkpoint that was there under that name gives way, and this one is the newest from now on,
-    whatever the steps of the others. Raises CheckpointError where a file is not seen from here,
+    whatever the steps of the others. Returns the manifest, with the time of it. Raises CheckpointError where a file is not seen from here,
     OSError where the disk refuses.
     """
     partial = partial_of(path)
@@ -87,7 +87,8 @@ def commit(path: Path, manifest: Manifest) -> None:
     manifest.check_sizes(partial)
     others = aged(path.parent)
     at_s = later_than(map(completed_s, others.values()))
-    replace(manifest, completed_s=at_s).write(partial)
+    completed = replace(manifest, completed_s=at_s)
+    completed.write(partial)
     replaced = path.with_name(path.name + REPLACED)
     if path.exists():
         path.rename(replaced)
@@ -104,6 +105,7 @@ def commit(path: Path, manifest: Manifest) -> None:
     if replaced.exists():
         shutil.rmtree(replaced)
         logger.info("replaced the checkpoint %s", path)
+    return completed
 
 
 def abandon(path: Path) -> None:

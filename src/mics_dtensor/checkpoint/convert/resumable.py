@@ -71,14 +71,13 @@ def write_resumable(found: ZeroCheckpoint, path: Path, target: Target) -> Manife
             versions=versions("torch") | {"deepspeed": found.version},
             config=target.config,
         )
-        commit(path, manifest)
+        return commit(path, manifest)
     except OSError as error:
         abandon(path)
         raise CheckpointError(f"{path} cannot be written: {error}") from error
     except BaseException:
         abandon(path)
         raise
-    return manifest
 
 
 def resumable_states(found: ZeroCheckpoint, target: Target) -> dict[str, Any]:
