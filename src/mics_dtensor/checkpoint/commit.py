@@ -74,8 +74,8 @@ def commit(path: Path, manifest: Manifest) -> Manifest:
     """Complete `path`, all files of which are on the disk; by one rank, after all have written.
 
     A checkpoint that was there under that name gives way, and this one is the newest from now on,
-    whatever the steps of the others. Returns the manifest, with the time of it. Raises CheckpointError where a file is not seen from here,
-    OSError where the disk refuses.
+    whatever the steps of the others. Returns the manifest, with the time of it. Raises
+    CheckpointError where a file is not seen from here, OSError where the disk refuses.
     """
     partial = partial_of(path)
     if unseen := [file.name for file in manifest.files if not (partial / file.name).is_file()]:
