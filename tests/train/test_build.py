@@ -356,7 +356,7 @@ def test_a_filter_of_float8_is_in_the_name_of_a_module(
     build: Any, model: str, flavor: str, name: str
 ) -> None:
     build(FLOAT8.format(model, flavor, name))
-    for missing in ("atention.wo", "layers.77.", '["output"]'):
+    for missing in ("attention_wo", "layers.77.", '["output"]'):
         with pytest.raises(ConfigError) as refused:
             build(FLOAT8.format(model, flavor, f"{name}', '{missing}"))
         said = str(refused.value)
