@@ -1,6 +1,7 @@
 """The planner held against published runs: `python -m benchmarks.planner [--json FILE] [--fit]`.
 
-Prints the error of every case and what holds of what was to be reached. Needs no torch.
+Prints the error of every case and what holds of what was to be reached. Needs no torch; fits need
+scipy, of the extra `test`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import json
 import statistics
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.planner import deepspeed, foundry, published, rates, replicated, titan
@@ -22,6 +24,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write everything there")
     parser.add_argument("--fit", action="store_true", help="print what presets take from sources")
     options = parser.parse_args()
+    can_fit = find_spec("scipy") is not None
+    if options.fit and not can_fit:
+        parser.error("--fit needs scipy: pip install '.[test]'")
     if options.fit:
         for name, value in asdict(rates.fitted_on_all()).items():
             print(f"{name}: {value:.3f}")
@@ -42,7 +47,6 @@ def main() -> int:
         return 0
     runs = {
         "llm-foundry 16-128": foundry.mpt_cases(),
-        "llm-foundry 8, 16k and longer from shorter": list(rates.long_cases()),
         "torchtitan 8 -> 128": titan.titan_cases(),
         "torchtitan compiled from eager": titan.compiled_cases(),
         "float8 from one run": titan.float8_cases(),
@@ -50,6 +54,10 @@ def main() -> int:
         "InternLM 8-1024": replicated.internlm_cases(),
         "IBM 96 and 128": replicated.ibm_cases(),
     }
+    if can_fit:
+        runs["llm-foundry 8, 16k and longer from shorter"] = list(rates.long_cases())
+    else:
+        print("without scipy (pip install '.[test]') long sequences are not held against shorter\n")
     later = {"DeepSpeed 0.6, 52B": deepspeed.later_cases()}
     others = {"busbw by nodes, GB/s": decay_cases(), "bytes out of a node": byte_cases()}
     groups = {f"{name}, tokens/s of a GPU": cases for name, cases in runs.items()}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from harness.checkpointed import stored
 from harness.ranks import run_on_ranks
 from train.small_run import MICS, configured, entries_but_read_ahead, ours
 
@@ -59,3 +62,29 @@ def trained(
 def at_the_end(folder: Path, step: int) -> dict[str, str]:
     """Parameters, states, schedule, position and counts of a run, to the last byte."""
     return entries_but_read_ahead(folder / "checkpoint" / f"step-{step}")
+
+
+def pass_on(
+    folder: Path,
+    *overrides: str,
+    step: int,
+    ranks: int,
+    saved: Mapping[str, torch.Tensor],
+    position: object = None,
+) -> None:
+    """Resume the step before on `ranks` and save it as `step`: every value is that of `saved`."""
+
+    def body() -> None:
+        trainer = ours(*configured(folder, *ENABLED, *overrides))
+        assert trainer.checkpointer.load(-1)
+        assert trainer.step == step - 1
+        assert position is None or trainer.dataloader.position == position
+        trainer.step = step
+        assert trainer.checkpointer.save_now(step)
+        trainer.close()
+
+    run_on_ranks(ranks, body, timeout_s=100)
+    its = stored(folder / "checkpoint" / f"step-{step}")
+    assert its.keys() == saved.keys()
+    for name, value in saved.items():
+        assert torch.equal(its[name], value), (step, name)

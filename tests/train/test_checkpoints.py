@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torchtitan")
-import torch
 import torch.distributed as dist
 from harness.checkpointed import stored
 from harness.ranks import ranks as on_ranks
 from harness.ranks import run_on_ranks
-from train.resumed_run import ENABLED, at_the_end, trained
+from train.resumed_run import ENABLED, at_the_end, pass_on, trained
 from train.small_run import configured, ours, train
 
 from mics_dtensor.checkpoint.commit import named
@@ -100,25 +99,15 @@ def test_what_other_ranks_load_is_what_was_saved(tmp_path: Path) -> None:
     over, two = "--mics.optimizer_over_replicas=true", "--parallelism.tensor_parallel_degree=2"
     worlds = [(8, 1, over), (3, 3), (8, 2, two), (4, 4), (1, 1), (8, 2, over, two), (2, 1), (6, 2)]
     for step, (ranks, partition, *more) in enumerate(worlds, start=3):
-
-        def body(
-            step: int = step, ranks: int = ranks, partition: int = partition, more: list[str] = more
-        ) -> None:
-            shape = [f"--mics.partition_size={partition}", f"--mics.ranks_per_node={ranks}"]
-            batch = "--training.global_batch_size=24"
-            trainer = ours(*configured(tmp_path, *ENABLED, batch, *shape, *more))
-            trainer.checkpointer.load(-1)
-            assert trainer.step == step - 1
-            assert trainer.dataloader.position == {"lanes": 4, "sequences": 16}
-            trainer.step = step
-            assert trainer.checkpointer.save_now(step)
-            trainer.close()
-
-        run_on_ranks(ranks, body, timeout_s=100)
-        its = stored(tmp_path / "checkpoint" / f"step-{step}")
-        assert its.keys() == saved.keys()
-        for name, value in saved.items():
-            assert torch.equal(its[name], value), (step, name)
+        shape = [f"--mics.partition_size={partition}", f"--mics.ranks_per_node={ranks}"]
+        pass_on(
+            tmp_path,
+            *("--training.global_batch_size=24", *shape, *more),
+            step=step,
+            ranks=ranks,
+            saved=saved,
+            position={"lanes": 4, "sequences": 16},
+        )
 
 
 @pytest.mark.matrix

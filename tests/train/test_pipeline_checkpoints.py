@@ -10,7 +10,7 @@ pytest.importorskip("torchtitan")
 import torch
 from harness.checkpointed import stored
 from harness.ranks import run_on_ranks
-from train.resumed_run import ENABLED, at_the_end, trained
+from train.resumed_run import ENABLED, at_the_end, pass_on, trained
 from train.small_run import configured, ours
 
 from mics_dtensor.errors import CheckpointError
@@ -55,20 +55,7 @@ def test_what_leaves_a_pipeline_and_enters_another_is_what_was_saved(tmp_path: P
     for step, (ranks, options) in enumerate(
         [(2, MODEL), (4, STAGES), (2, (*MODEL, ONE)), (2, (*STAGES, ONE))], start=3
     ):
-
-        def body(step: int = step, options: tuple[str, ...] = options) -> None:
-            trainer = ours(*configured(tmp_path, *ENABLED, *options))
-            assert trainer.checkpointer.load(-1)
-            assert trainer.step == step - 1
-            trainer.step = step
-            assert trainer.checkpointer.save_now(step)
-            trainer.close()
-
-        run_on_ranks(ranks, body, timeout_s=100)
-        its = stored(tmp_path / "checkpoint" / f"step-{step}")
-        assert its.keys() == saved.keys()
-        for name, value in saved.items():
-            assert torch.equal(its[name], value), (step, name)
+        pass_on(tmp_path, *options, step=step, ranks=ranks, saved=saved)
 
 
 @pytest.mark.timeout(300)

@@ -96,20 +96,20 @@ class Owner:
 
     def _refuse_another_here(self, folder: Path) -> None:
         """Raise CheckpointError where another one of this process saves something else there."""
-        for collect in (gc.collect, None):  # one that is garbage is in nobody's way
-            other = SAVING_HERE.get(folder.resolve(), _nobody)()
-            theirs = None if other is None else other._of()
-            mine = self._of()
-            if other in (None, self) or theirs is None or mine is None or theirs is mine:
-                return
-            if collect is not None:
-                del other, theirs
-                collect()
-        raise CheckpointError(
-            f"{folder} is where another Checkpoints of this process saves another model, and each "
-            "would replace the other's steps: give each a folder of its own, or close() the other "
-            "first"
-        )
+        if self._is_anothers(folder):
+            gc.collect()  # one that is garbage is in nobody's way
+        if self._is_anothers(folder):
+            raise CheckpointError(
+                f"{folder} is where another Checkpoints of this process saves another model, and "
+                "each would replace the other's steps: give each a folder of its own, or close() "
+                "the other first"
+            )
+
+    def _is_anothers(self, folder: Path) -> bool:
+        other = SAVING_HERE.get(folder.resolve(), _nobody)()
+        theirs, mine = None if other is None else other._of(), self._of()
+        both_told = theirs is not None and mine is not None
+        return other is not self and both_told and theirs is not mine
 
     def leave(self) -> None:
         """Be in nobody's way in this process any more. The claim on disk stays, till `release`."""
