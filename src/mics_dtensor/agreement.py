@@ -1,4 +1,4 @@
-"""What all ranks of a model agree on before the second hop: micro-steps, health, who has what."""
+"""What all ranks of a model agree on at the boundary: micro-steps, health, who has what."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from mics_dtensor.plan.stage import Collective, Stage, edges, split
 from mics_dtensor.plan.unit import Unit
 
 AGREEMENT_NUMBERS = 3
-"""int32 numbers of the agreement before the second hop, beside one a parameter."""
+"""int32 numbers of the agreement at the boundary, beside one a parameter."""
 
 
 def boundary(units: Sequence[Unit], options: Options) -> Iterator[Stage]:
