@@ -49,6 +49,7 @@ def row(record: Record, wanted: Run) -> Row:
     quiet = [r for r in repetitions if r.foreign_cores < FOREIGN_CORES]
     seconds = [r.at_s / steps for r in quiet or repetitions]
     inter = statistics.median(statistics.mean(r.inter_node) for r in repetitions) / steps
+    payload = statistics.median(statistics.mean(r.inter_node_payload) for r in repetitions) / steps
     intra = statistics.median(statistics.mean(r.intra_node) for r in repetitions) / steps
     cpu_s = statistics.median(r.own_cpu_s for r in quiet or repetitions) / steps
     median_s = statistics.median(seconds)
@@ -68,8 +69,9 @@ def row(record: Record, wanted: Run) -> Row:
         "seconds_over_least": round(median_s / least_s, 3),
         "inter_node_bytes_per_step": round(inter),
         "inter_node_bytes_bound": round(bound),
+        "inter_node_payload_per_step": round(payload),
         "intra_node_bytes_per_step": round(intra),
-        "retransmitted_segments": sum(r.retransmitted_segments for r in repetitions),
+        "retransmitted_segments": sum(sum(r.retransmitted_segments) for r in repetitions),
         "stages": stages(record, wanted),
         "gradient_norms": record.norms[:3],
         "configuration": record.built["configuration"],
@@ -79,16 +81,18 @@ def row(record: Record, wanted: Run) -> Row:
 def stages(record: Record, wanted: Run) -> dict[str, dict[str, int]]:
     """Bytes out of a node in one step by stage, beside the bound of each."""
     counted: Counter[str] = Counter()
+    payload: Counter[str] = Counter()
     for label, between in record.stages:
-        counted[_stage(label, record.case.system, wanted.workload["kind"])] += sum(
-            between.inter_node
-        )
+        name = _stage(label, record.case.system, wanted.workload["kind"])
+        counted[name] += sum(between.inter_node)
+        payload[name] += sum(between.inter_node_payload)
     bounds = dict(record.built["bound_of_stages"])
     if record.case.system in PEERS:  # its backward gathers and reduces, and cannot be parted
         bounds["backward"] += bounds.pop("reduction")
     return {
         name: {
             "inter_node_bytes": round(counted[name] / wanted.num_nodes),
+            "inter_node_payload": round(payload[name] / wanted.num_nodes),
             "bound": round(bounds.get(name, 0) / wanted.num_nodes),
         }
         for name in ("forward", "backward", "reduction", "boundary", "other")

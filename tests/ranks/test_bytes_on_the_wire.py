@@ -13,7 +13,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.cluster import what_is_missing  # noqa: E402
 
 WHY_NOT = what_is_missing() if sys.platform == "linux" else "network namespaces are Linux's"
-HEADERS = 1.005  # Ethernet, IP, TCP and its acknowledgements, gloo's own framing
+FRAMING = 1.002  # gloo's own, and what little the ranks tell each other besides
+HEADERS = 1.02  # 0.3 % as a rule; a busy machine's TCP sends some more, smaller packets, and again
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +51,10 @@ pytestmark = [
 def test_a_step_sends_what_it_must_and_no_more(rows: list[dict[str, Any]]) -> None:
     assert [row["partition_nodes"] for row in rows] == [0.5, 1, 2, 4]
     for row in rows:
-        over = row["inter_node_bytes_per_step"] / row["inter_node_bytes_bound"]
-        most = 1.01 if row["partition_nodes"] < 1 else HEADERS
-        assert 1 <= over <= most, (row["partition_nodes"], over)
+        bound = row["inter_node_bytes_bound"]
+        over = row["inter_node_payload_per_step"] / bound
+        assert 1 / FRAMING <= over <= FRAMING, (row["partition_nodes"], over)
+        assert bound <= row["inter_node_bytes_per_step"] <= HEADERS * bound
 
 
 def test_so_does_every_stage(rows: list[dict[str, Any]]) -> None:
@@ -66,10 +68,10 @@ def test_so_does_every_stage(rows: list[dict[str, Any]]) -> None:
         wanted = dict.fromkeys(("forward", "backward", "reduction"), 2 * each[nodes])
         wanted["boundary"] = round(boundary[nodes] * model_bytes)
         for stage, least in wanted.items():
-            sent = stages[stage]["inter_node_bytes"]
-            small = 20_000  # the agreement, and acknowledgements of what came before
-            most = HEADERS * least * (1.005 if nodes < 1 else 1) + small
-            assert least <= sent <= most, (nodes, stage, sent, least)
+            small = 20_000  # the agreement, and segments sent again inside a node
+            over = stages[stage]["inter_node_payload"] - least
+            assert abs(over) <= (FRAMING - 1) * least + small, (nodes, stage, over, least)
+            assert least <= stages[stage]["inter_node_bytes"] <= HEADERS * least + small
         assert stages["other"]["inter_node_bytes"] < 20_000
 
 
@@ -78,8 +80,8 @@ def test_optimizer_states_over_the_replicas_send_an_all_reduce_or_three_quarters
 ) -> None:
     systems = ("mics", "mics-slices", "mics-bf16", "mics-slices-bf16")
     rows = counted(tmp_path, f"--systems {','.join(systems)} --partition-nodes 1")
-    sent = {row["system"]: row["inter_node_bytes_per_step"] for row in rows}
-    assert sent["mics-slices"] <= 1.01 * sent["mics"], sent
-    assert sent["mics-slices-bf16"] <= 0.76 * sent["mics-bf16"], sent
+    sent = {row["system"]: row["inter_node_payload_per_step"] for row in rows}
+    assert sent["mics-slices"] <= 1.005 * sent["mics"], sent
+    assert sent["mics-slices-bf16"] <= 0.755 * sent["mics-bf16"], sent
     for row in rows:
         assert row["stages"]["other"]["inter_node_bytes"] < 20_000
