@@ -68,22 +68,22 @@ def test_a_pipeline_starts_from_a_seed_and_from_weights_alone(tmp_path: Path) ->
         trainer.checkpointer.save(curr_step=0, last_step=True)
         trainer.close()
 
-    def body() -> None:
-        path = f"--checkpoint.initial_load_path={folder / 'step-0'}"
-        for options in ((), ("--checkpoint.folder=other", path)):
-            trainer = ours(*configured(tmp_path, *ENABLED, *STAGES, ONE, *options))
-            assert trainer.checkpointer.load(-1)
-            assert trainer.step == 0
-            trainer.close()
-            held = trainer.checkpointer.states["model"].state_dict()
-            seeded = stored(folder / "step-0")
-            assert held
-            for name, value in held.items():
-                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-                assert torch.equal(whole, seeded[name]), name
+    def started(*options: str) -> None:
+        trainer = ours(*configured(tmp_path, *ENABLED, *STAGES, ONE, *options))
+        assert trainer.checkpointer.load(-1)
+        assert trainer.step == 0
+        trainer.close()
+        held = trainer.checkpointer.states["model"].state_dict()
+        seeded = stored(folder / "step-0")
+        assert held
+        for name, value in held.items():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            assert torch.equal(whole, seeded[name]), name
 
+    weights = f"--checkpoint.initial_load_path={folder / 'step-0'}"
     run_on_ranks(1, seed, timeout_s=100)
-    run_on_ranks(4, body, timeout_s=100)
+    run_on_ranks(4, started, timeout_s=100)
+    run_on_ranks(4, lambda: started("--checkpoint.folder=other", weights), timeout_s=100)
 
 
 @pytest.mark.timeout(300)
