@@ -61,21 +61,21 @@ def events(layout: Layout) -> list[Event]:
     agreement = [s for s in boundary if s.name == "agreement"]
     hops = [s for s in boundary if s.name != "agreement" and s.calls]
     for place, stage in enumerate(agreement):
-        at = end + 0.1 + 0.3 * place
-        found.append(Event(_lane(stage), "", at, 0.25, collective=stage.collective))
+        at = end + 0.3 + 0.3 * place  # the first message of the hop is on its way
+        found.append(Event(_lane(stage), "", at, 0.25, row=1, collective=stage.collective))
     for stage in hops:
         found += [
-            Event(_lane(stage), "hop 2", end + 0.8 + 1.9 * call, 1.8, collective=stage.collective)
+            Event(_lane(stage), "hop 2", end + 0.2 + 1.9 * call, 1.8, collective=stage.collective)
             for call in range(stage.calls)
         ]
-    return [*found, Event("compute", "step", end + 2.7, 1.2)]
+    return [*found, Event("compute", "step", end + 2.1, 1.2)]
 
 
 def draw(layout: Layout) -> Drawing:
     """Lanes for the two links and compute; gathers above reductions in each link."""
     drawing = Drawing(WIDTH, 302, "An optimizer step of two micro-steps and its boundary")
     titles = [(STRIDE * n, 8.0, f"micro-step {n + 1}") for n in range(NUM_MICRO_STEPS)]
-    for start, length, said in [*titles, (STRIDE * NUM_MICRO_STEPS, 3.9, "boundary")]:
+    for start, length, said in [*titles, (STRIDE * NUM_MICRO_STEPS, 3.4, "boundary")]:
         drawing.box((_x(start) - 2, 34), (length * SLOT + 3, 186), fill=PALE)
         drawing.words((_x(start) + length * SLOT / 2, 24), said, anchor="middle", size=14)
     for lane, y in LANES.items():
@@ -91,7 +91,7 @@ def draw(layout: Layout) -> Drawing:
     said = (
         "F, B: forward, backward of units 0, 1, 2. Upper row of a link: gathers; lower:",
         "reductions. A gather goes between nodes first, a reduction inside the node first.",
-        "Orange: the second hop, once. The marks before it are the agreement.",
+        "Orange: the second hop, once. The marks under it are the agreement.",
     )
     for row, words in enumerate(said):
         drawing.words((4, 246 + 20 * row), words)
