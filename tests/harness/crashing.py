@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -20,6 +20,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -59,6 +60,17 @@ def small_disk(num_bytes: int = DISK_BYTES) -> Iterator[Path]:
             yield Path(folder)
         finally:
             subprocess.run(["umount", folder], check=True, capture_output=True)
+
+
+@contextmanager
+def disk_or_skip(num_bytes: int = DISK_BYTES) -> Iterator[Path]:
+    """`small_disk`; skips the test where none can be mounted."""
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(small_disk(num_bytes))
+        except (FileNotFoundError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"a small disk cannot be mounted here ({error})")
+        yield folder
 
 
 def live(rank: int, shape: tuple[int, int], store: str, folder: Path, pipe: Connection) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
-from harness.crashing import DEATHS, Lives, small_disk
+from harness.crashing import DEATHS, Lives, disk_or_skip, small_disk
 
 
 def lives_on(folder: Path, num_lives: int, *, seed: int) -> Lives:
@@ -18,11 +17,8 @@ def lives_on(folder: Path, num_lives: int, *, seed: int) -> Lives:
 
 @pytest.mark.timeout(400)
 def test_no_life_ends_with_half_a_checkpoint() -> None:
-    try:
-        with small_disk() as folder:
-            lives = lives_on(folder, 6, seed=1)
-    except (FileNotFoundError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"a small disk cannot be mounted here ({error})")
+    with disk_or_skip() as folder:
+        lives = lives_on(folder, 6, seed=1)
     assert lives.told["refused"] > 0
     assert lives.newest > 6
 

@@ -127,6 +127,36 @@ def test_what_cannot_be_read_is_refused_in_one_sentence(
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        ('{"text": null}', r'line 13, is not an object with a string "text"'),
+        ('{"text": 3}', r'line 13, is not an object with a string "text"'),
+        ('{"txt": "a"}', r'line 13, is not an object with a string "text"'),
+        ('["text"]', r'line 13, is not an object with a string "text"'),
+        ('{"tex', r"line 13, is not JSON"),
+    ],
+)
+def test_a_fault_far_down_is_refused_with_its_line(tmp_path: Path, last: str, words: str) -> None:
+    path = write(tmp_path, ".jsonl")
+    with path.open("a") as file:
+        file.write(last + "\n")
+    made = config(tmp_path, path=path)
+    data.check_data(made, num_readers=2)  # which reads two documents
+    with pytest.raises(ConfigError, match=words) as refusal:
+        loader(made)
+    assert "\n" not in str(refusal.value)
+
+
+def test_what_looks_like_a_time_is_read_as_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "days.jsonl"
+    path.write_text("".join(json.dumps({"text": f"2026-12-0{n}"}) + "\n" for n in range(1, 9)))
+    tokenizer, batches = loader(config(tmp_path, path=path), num_ranks=1)
+    inputs, _ = next(iter(batches))
+    assert "2026-12-01" in (read := tokenizer.decode(inputs["input"][0].tolist()))
+    assert "00:00" not in read
+
+
 def test_a_parquet_file_without_text_is_refused(tmp_path: Path) -> None:
     import pyarrow as arrow
     import pyarrow.parquet as parquet

@@ -2,7 +2,8 @@ import json
 from pathlib import Path
 
 import pytest
-from harness.ranks import ranks
+from harness.crashing import disk_or_skip
+from harness.ranks import ranks, run_on_ranks
 
 from mics_dtensor.train.text import CHARS_PER_DOCUMENT, python_docs
 
@@ -76,3 +77,16 @@ def test_one_rank_trains_and_the_others_read_it(tmp_path: Path) -> None:
     built = tokenizer.BuiltInTokenizer.Config(cache_dir=str(tmp_path)).build(tokenizer_path="")
     assert trained == ([0] if dist.get_rank() == 0 else [])
     assert built.get_vocab_size() == tokenizer.VOCAB_SIZE
+
+
+def test_a_full_disk_is_told_by_every_rank_at_once() -> None:
+    from mics_dtensor.errors import ConfigError
+
+    with disk_or_skip(1 << 15) as folder:
+
+        def body() -> None:
+            config = tokenizer.BuiltInTokenizer.Config(cache_dir=str(folder / "tokenizer"))
+            with pytest.raises(ConfigError, match=r"cannot be written to .*No space left on dev"):
+                tokenizer.readable(config, "")
+
+        run_on_ranks(2, body, timeout_s=60)

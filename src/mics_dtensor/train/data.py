@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mics_dtensor.errors import ConfigError
+from mics_dtensor.train import documents
+from mics_dtensor.train.documents import READERS
 
 if TYPE_CHECKING:
     from torchtitan.components.dataloader import BaseDataLoader
@@ -21,8 +22,6 @@ PYTHON_DOCS_VALIDATION = "python_docs_validation"
 # The name under which torchtitan's registry of data sets finds our reader of local files.
 LOCAL_FILE = "local_file"
 FEWER_RANKS = "start fewer ranks"
-# The reader of Hugging Face `datasets` for each kind of file.
-READERS = {".jsonl": "json", ".txt": "text", ".parquet": "parquet"}
 
 
 def dataloader_config(config: RunConfig, *, carries_position: bool = True) -> BaseDataLoader.Config:
@@ -74,9 +73,7 @@ def register() -> None:
     DATASETS[PYTHON_DOCS_VALIDATION] = DatasetConfig(
         path="pydoc_data.topics", loader=_load_held_out_docs, sample_processor=_text_of
     )
-    DATASETS[LOCAL_FILE] = DatasetConfig(
-        path="", loader=_load_local_file, sample_processor=_text_of
-    )
+    DATASETS[LOCAL_FILE] = DatasetConfig(path="", loader=documents.load, sample_processor=_text_of)
 
 
 def local_file(path: str | None) -> Path | None:
@@ -160,7 +157,7 @@ def _check_file(path: Path, given: str, num_documents: int, readers: str, way: s
         )
     if path.stat().st_size == 0:
         raise ConfigError(f"{given} is empty; it must hold at least {num_documents} documents")
-    found = sum(1 for _ in zip(range(num_documents), _documents(path, given), strict=False))
+    found = sum(1 for _ in zip(range(num_documents), documents.of_file(path, given), strict=False))
     if found < num_documents:
         raise ConfigError(
             f"{given} holds {found} documents, fewer than the {readers}, each of which reads its "
@@ -168,78 +165,13 @@ def _check_file(path: Path, given: str, num_documents: int, readers: str, way: s
         )
 
 
-def _documents(path: Path, given: str) -> Iterator[str]:
-    """The documents of a local file from its beginning, each held against what is asked of it."""
-    if path.suffix == ".parquet":
-        yield from _documents_of_parquet(path, given)
-        return
-    try:
-        with path.open(encoding="utf-8") as file:
-            if path.suffix == ".txt":
-                yield from _documents_of_text(file, by_paragraph=_has_paragraphs(path))
-                return
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _document_of_json(line, f"{given}, line {number},")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{given} is not UTF-8 text ({error}); convert it first") from None
-
-
-def _has_paragraphs(path: Path) -> bool:
-    """Whether a blank line stands anywhere in a text file: then those separate its documents."""
-    with path.open(encoding="utf-8") as file:
-        file.readline()
-        return any(line == "\n" for line in file)
-
-
-def _documents_of_text(lines: Iterable[str], *, by_paragraph: bool) -> Iterator[str]:
-    """One a paragraph, or else one a line."""
-    document = ""
-    for line in lines:
-        document += line
-        if document.strip() and (line == "\n" or not by_paragraph):
-            yield document
-            document = ""
-    if document.strip():
-        yield document
-
-
-def _document_of_json(line: str, given: str) -> str:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f'{given} is not JSON ({error}); each line must be an object with a string "text"'
-        ) from None
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise ConfigError(f'{given} is not an object with a string "text", as each line must be')
-    return str(record["text"])
-
-
-def _documents_of_parquet(path: Path, given: str) -> Iterator[str]:
-    import pyarrow as arrow  # type: ignore[import-untyped]
-    import pyarrow.parquet as parquet  # type: ignore[import-untyped]
-
-    try:
-        file = parquet.ParquetFile(path)
-    except arrow.ArrowInvalid as error:
-        raise ConfigError(f"{given} is not a Parquet file ({error})") from None
-    columns = file.schema_arrow.names
-    if "text" not in columns:
-        raise ConfigError(f'{given} has the columns {columns}; one of strings, "text", is needed')
-    for batch in file.iter_batches(columns=["text"]):
-        for document in batch.column(0).to_pylist():
-            if not isinstance(document, str):
-                raise ConfigError(f'{given} holds {document!r} in "text", which must be a string')
-            yield document
-
-
 def _holds_tokenizer(folder: Path) -> bool:
     return any((folder / n).is_file() for n in ("tokenizer.json", "vocab.json", "vocab.txt"))
 
 
 def _text_of(record: dict[str, Any]) -> str:
-    return str(record["text"])
+    text: str = record["text"]
+    return text
 
 
 def _load_python_docs(path: str) -> Any:
@@ -259,16 +191,3 @@ def _load_held_out_docs(path: str) -> Any:
 
     del path
     return Dataset.from_dict({"text": validation_docs()})
-
-
-def _load_local_file(path: str) -> Any:
-    """A map-style data set, memory-mapped from the cache of `datasets`, so a file may be large."""
-    from datasets import load_dataset
-
-    kind = READERS[Path(path).suffix]
-    options: dict[str, Any] = {}
-    if kind == "text":
-        options["sample_by"] = "paragraph" if _has_paragraphs(Path(path)) else "line"
-    elif kind == "parquet":
-        options["columns"] = ["text"]
-    return load_dataset(kind, data_files=path, split="train", **options)

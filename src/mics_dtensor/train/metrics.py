@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import re
@@ -20,6 +19,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger as titan
 
 from mics_dtensor.plan.comparison import Comparison
+from mics_dtensor.train import json_lines
 from mics_dtensor.train.exposed import ExposedCommunication
 from mics_dtensor.train.pipeline import IN_A_V, rank_of_loss
 
@@ -137,7 +137,7 @@ class MicsMetrics(MetricsProcessor):
             "intra_node_bytes": self.record.traffic.intra_node_bytes,
             "collectives": dict(self.record.traffic.collectives),
         }
-        _append(self.record.path, line)
+        json_lines.append(self.record.path, line)
 
     def _seconds_of_step(self) -> tuple[float, float | None]:
         """Of a step, mean since the last line; and those of them that it waited."""
@@ -157,7 +157,7 @@ class MicsMetrics(MetricsProcessor):
         if self.record is None or not self.tells:
             return
         line = {"schema": SCHEMA, "run_id": self.record.run_id, "step": step, "loss": loss}
-        _append(self.record.path.with_name("validation.jsonl"), line)
+        json_lines.append(self.record.path.with_name("validation.jsonl"), line)
 
 
 @contextmanager
@@ -173,12 +173,6 @@ def without_loss() -> Iterator[None]:
         yield
     finally:
         titan.removeFilter(drop)
-
-
-def _append(path: Path, line: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
 
 
 class Progress:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
-from mics_dtensor.errors import ConfigError
+from mics_dtensor.errors import ConfigError, MicsError
 from mics_dtensor.train.text import python_docs
+from mics_dtensor.world import agreed, rank_here
 
 VOCAB_SIZE = 2048  # the vocabulary of torchtitan's debug models
 TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt")  # as torchtitan looks for them
@@ -26,7 +26,8 @@ class BuiltInTokenizer(HuggingFaceTokenizer):
     """Reads any text: a byte that was never seen is a token of its own.
 
     Building one is collective over the world where a process group exists: rank 0 trains it if
-    `cache_dir` holds none, and the others wait for it.
+    `cache_dir` holds none, and the others wait for it. Raises ConfigError on every rank where one
+    cannot write it.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -39,12 +40,9 @@ class BuiltInTokenizer(HuggingFaceTokenizer):
         del tokenizer_path
         documents = python_docs()
         folder = folder_of(documents, Path(config.cache_dir))
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            train_once(documents, folder)
-        if dist.is_initialized():
-            dist.barrier()
+        agreed(lambda: train_once(documents, folder) if rank_here() == 0 else None)
         # A node that does not share rank 0's disk makes its own, of the same bytes.
-        train_once(documents, folder)
+        agreed(lambda: train_once(documents, folder))
         super().__init__(tokenizer_path=str(folder))
 
 
@@ -60,7 +58,7 @@ def readable(config: BaseTokenizer.Config, folder: str) -> BaseTokenizer:
         way_out = "copy it again, or name another folder in model.hf_assets_path"
     try:
         tokenizer: BaseTokenizer = config.build(tokenizer_path=folder)
-    except (OSError, RuntimeError):  # a full disk, a rank that is gone
+    except (MicsError, OSError, RuntimeError):  # a full disk, a rank that is gone
         raise
     except Exception as error:  # what `tokenizers` raises is nothing narrower
         if isinstance(error, json.JSONDecodeError) and said.endswith(TOKENIZERS[0]):
@@ -80,6 +78,7 @@ def train_once(documents: Sequence[str], folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json into `folder`, if they are not there.
 
     Each file appears whole or not at all, tokenizer.json last: where it is, the other is too.
+    Raises ConfigError where there is no room, or no right, to write.
     """
     if (folder / "tokenizer.json").exists():
         return
@@ -93,10 +92,16 @@ def train_once(documents: Sequence[str], folder: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
-    folder.mkdir(parents=True, exist_ok=True)
     config = {"bos_token": BEGIN, "eos_token": END}
-    write_atomically(folder / "tokenizer_config.json", json.dumps(config))
-    write_atomically(folder / "tokenizer.json", tokenizer.to_str())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "tokenizer_config.json", json.dumps(config))
+        write_atomically(folder / "tokenizer.json", tokenizer.to_str())
+    except OSError as error:
+        raise ConfigError(
+            f"the built-in tokenizer cannot be written to {folder} ({error.strerror}); make room "
+            "there, or name another job.dump_folder"
+        ) from error
 
 
 def write_atomically(path: Path, text: str) -> None:
