@@ -31,7 +31,9 @@ from mics_dtensor.stage import named_range
 from mics_dtensor.upstream import (
     Unit,
     first_hop_only,
+    owed,
     reset_after_exception,
+    show_shards,
     units_of,
     whole_units,
 )
@@ -89,6 +91,8 @@ def gradient_accumulation(
         static=static_gradients,
     )
     accumulation = Accumulation(units, boundary, num_micro_steps)
+    for pay in owed(units):
+        pay()
     with ExitStack() as stack:
         accumulation.enter(stack)
         try:
@@ -242,6 +246,7 @@ class Accumulation:
         except BaseException:
             self.fail()
             raise
+        show_shards(self._units)  # a replica may have gathered what it did not use
         self._state = "synchronized"
         self._exchange.close()  # from here on the model is plain HSDP again
 

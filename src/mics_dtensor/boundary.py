@@ -17,7 +17,7 @@ from mics_dtensor.gradient import Gradient
 from mics_dtensor.mesh import ranks_of
 from mics_dtensor.plan.second_hop import buckets
 from mics_dtensor.slices import slice_of
-from mics_dtensor.upstream import Unit
+from mics_dtensor.upstream import Unit, owe
 
 logger = getLogger(__name__)
 
@@ -45,6 +45,7 @@ class Boundary:
         self.units = units
         self.message = message
         self.early = early
+        self.static = static
         # In the order of the backward, last unit first, so that early buckets can leave early.
         self.gradients: dict[Unit, list[Gradient]] = {
             unit: [
@@ -108,6 +109,7 @@ class Boundary:
         """
         for bucket in self._before_agreement():
             self._launch(bucket)
+        self.may_leave = False
         had = {g: self.left.get(g, g.is_present) for g in self}
         more = {g: g.is_present for g in self.left} if self.early else {}
         self._agree([had, more], num_micro_steps=num_micro_steps, problem=problem)
@@ -137,15 +139,47 @@ class Boundary:
             gradient.settle(present=had[gradient])
 
     def abandon(self) -> None:
-        """After an exception: wait for what is in flight, then forget the step."""
+        """After an exception: wait for what is in flight, then forget the step.
+
+        In a micro-step whose messages leave early, replicas have sent more or fewer of them. Zeros
+        are sent for the others, or a later message would meet one of this step; but one replica
+        may not even have failed: nothing is waited for before the next step begins.
+        """
+        if self.may_leave:
+            self._send_zeros(staged=False)
+            owe(self.units, self.even_out)
+        else:
+            self._wait_for_lost()
+        for gradient in self if self.has_begun else ():
+            gradient.abandon()
+
+    def even_out(self) -> None:
+        """Finish what `abandon` has left to do. Collective over the replicas."""
+        if not self.may_leave:
+            return
+        self._send_zeros(staged=True)
+        self.may_leave = False
+        self._wait_for_lost()
+        for gradient in self if self.static else ():
+            gradient.abandon()  # what was in flight lies in `.grad`
+
+    def _send_zeros(self, *, staged: bool) -> None:
+        """For what has not left; what goes in stages waits for others as it starts."""
+        try:
+            for bucket in list(self._unsent()):
+                if staged or not self.message.is_staged(bucket.group):
+                    bucket.launch_zeros(self.message)
+                    self.left |= dict.fromkeys(bucket.gradients, False)
+        except RuntimeError as error:  # the first error is the one to raise
+            logger.warning("zeros for an abandoned second hop: %s", error)
+
+    def _wait_for_lost(self) -> None:
         for bucket in self.buckets:
             if bucket.work is not None:
                 try:
                     bucket.work.wait()
                 except RuntimeError as error:  # the first error is the one to raise
                     logger.warning("abandoned second hop of %s: %s", bucket.names, error)
-        for gradient in self if self.has_begun else ():
-            gradient.abandon()
 
     def _before_agreement(self) -> list[Bucket]:
         """The same on every replica: all that have not left, if early; else the first, if the last

@@ -45,6 +45,10 @@ class Message:
         """The dtype on the wire."""
         return self.dtype or unit.reduce_dtype
 
+    def is_staged(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether it crosses `group` in stages, the first of which is over when `send` returns."""
+        return group is not None and ranks_of(group) in self.stages
+
     def send(
         self,
         flat: torch.Tensor,
@@ -140,11 +144,13 @@ class Bucket:
                     piece.copy_(value.reshape(-1))
         if self.dtype == torch.float16:
             self.flat.div_(self.divisor)  # before the sum, which could overflow
-        if self.flat.numel():
-            with stage("boundary", self.names, self.group) as group:
-                self.work = message.send(
-                    self.flat, group=group, cuts=self._cuts(group.size()), unit=self.names
-                )
+        self._send(self.flat, message)
+
+    def launch_zeros(self, message: Message) -> None:
+        """Start the message of a step that is lost, for replicas that sent theirs."""
+        _, end = self._places()
+        self.flat = torch.zeros(end, dtype=self.dtype, device=self.device)
+        self._send(self.flat, message)
 
     def wait(self) -> None:
         """Until the sum is here (on CUDA: until the current stream may use it)."""
@@ -168,6 +174,12 @@ class Bucket:
         chosen = [keep for keep in range(len(wanted)) if wanted[keep]]
         self.gradients = [self.gradients[keep] for keep in chosen]
         self.pieces = [self.pieces[keep] for keep in chosen] if self.pieces else []
+
+    def _send(self, flat: torch.Tensor, message: Message) -> None:
+        if self.group is not None and flat.numel():
+            with stage("boundary", self.names, self.group) as group:
+                cuts = self._cuts(group.size())
+                self.work = message.send(flat, group=group, cuts=cuts, unit=self.names)
 
     def _as_it_lies(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """The flat storage that all values are views of, in order, padded; else None."""

@@ -25,6 +25,7 @@ from mics_dtensor.slots import UnitSlots
 from mics_dtensor.upstream import (
     add_hook,
     full_state_is_asked,
+    local_of,
     narrow_parameters,
     run_load_hooks,
     set_post_optim_event,
@@ -150,6 +151,14 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
                 event.record()
                 set_post_optim_event(self._parts, event)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, without its foreach, which knows no sums that are still in parts."""
+        for slot in () if set_to_none else self._slots.values():
+            if slot.parameter.grad is not None:
+                local_of(slot.parameter.grad).zero_()
+        if set_to_none:
+            super().zero_grad()
 
     def wait(self) -> None:
         """Until all shards are whole: before parameters are read or written by hand.

@@ -163,6 +163,40 @@ def test_gradient_sync_off_in_some_micro_steps() -> None:
 
 
 @ranks(4)
+def test_gradient_sync_off_in_all_micro_steps_but_the_last() -> None:
+    """What waits is summed, also in the reduce dtype beside narrower gradients."""
+    for sharding in (Sharding(), Sharding(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)):
+        for options in WAYS:
+            model = toy(sharding)
+            with gradient_accumulation(model, num_micro_steps=3, **options) as accumulation:
+                for value in (8, 16, 24):
+                    with accumulation.micro_step():
+                        model.set_requires_gradient_sync(value == 24)
+                        model(use(value)).backward()
+            expect(model, 48 + 3 * 12)
+
+
+@ranks(4)
+def test_a_unit_that_one_replica_gathered_in_vain_shows_its_gradient() -> None:
+    """By an evaluation: a backward that leaves the unit out does not reshard it."""
+    for options in WAYS:
+        model = Toy(UNITS)
+        for unit in model.units.values():
+            shard_toy(unit, Sharding(reshard=False), mesh_of(2, 2))
+        with torch.no_grad():
+            model(use(1))
+        only_u = dist.get_rank() // 2 == 1
+        used = {"u.a": 8.0} if only_u else {"u.a": 8.0, "v.c": 16.0}
+        opened = gradient_accumulation(model, num_micro_steps=1, **options)
+        with opened as accumulation, accumulation.micro_step():
+            model(used).backward()
+        wanted = {"u.a": pattern((5, 3)).double() * 8, "v.c": pattern((2,)).double() * 8}
+        assert_gradients(model.named(), wanted | {"u.b": None})
+        model.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@ranks(4)
 def test_flags_of_the_user_are_found_again() -> None:
     """1.8: a unit with its all-reduce off, in and after the context, also after an exception."""
     model = toy()

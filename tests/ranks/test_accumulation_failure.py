@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mics_dtensor.accumulate import Accumulation, gradient_accumulation
 from mics_dtensor.errors import AccumulationError, MicsError
+from mics_dtensor.sharded_states import ReplicaShardedOptimizer
 
 WIDTH = 6
 WAYS: tuple[dict[str, Any], ...] = ({}, {"overlap_boundary": True, "bucket_size_bytes": 1})
@@ -156,6 +157,59 @@ def test_an_exception_with_narrow_parameters_leaves_no_trace() -> None:
 @ranks(4, timeout_s=120)
 def test_an_exception_under_checkpointing_leaves_no_trace(use_reentrant: bool) -> None:
     every_failure_leaves_no_trace(checkpointing=use_reentrant)
+
+
+class Skipping(nn.Module):
+    """Three units, of which a rank may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.left_out: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for position, layer in enumerate(self.layers):
+            x = x if position == self.left_out else layer(x)
+        return x
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("sliced", [False, True])
+@ranks(4)
+def test_replicas_that_had_sent_other_messages_meet_again(num_shards: int, sliced: bool) -> None:
+    """Of messages that leave early; and none waits for the others before the next step."""
+    mesh, is_first = mesh_of(4 // num_shards, num_shards), dist.get_rank() < num_shards
+
+    def made() -> Skipping:
+        torch.manual_seed(3)
+        model = Skipping()
+        for layer in model.layers:
+            shard_toy(layer, Sharding(), mesh)
+        if sliced:
+            optimizers.append(ReplicaShardedOptimizer(model, torch.optim.SGD, lr=0.1))
+        return model
+
+    def step(model: Skipping, left_out: int | None = None, fails: str = "") -> None:
+        opened = gradient_accumulation(model, num_micro_steps=1, **WAYS[1])
+        with opened as accumulation, accumulation.micro_step():
+            if fails == "before":
+                raise Failure
+            model.left_out = left_out
+            model(data(2)).square().sum().backward()
+            if fails:
+                raise Failure
+
+    optimizers: list[ReplicaShardedOptimizer] = []
+    clean, model = made(), made()
+    step(clean)
+    for left_out, fails in ((0, "after"), (1, "after"), (2, "after"), (None, "before")):
+        with pytest.raises(Failure):
+            step(model, *((None, "after") if is_first else (left_out, fails)))
+        dist.barrier()
+        assert same(gradients(model), [None] * 6)
+        step(model)
+        assert same(gradients(model), gradients(clean)), (left_out, fails)
+        model.zero_grad()
 
 
 @ranks(4)

@@ -42,6 +42,24 @@ def expect_gradients(model: nn.Module, plain: nn.Module) -> None:
         assert torch.equal(whole(mine.grad), whole(theirs.grad))
 
 
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@ranks(4)
+def test_gradients_are_zeroed_in_place_by_every_kind_of_optimizer(options: dict[str, bool]) -> None:
+    mesh = mesh_of(2, 2)
+    model, plain = shard(stack(), mesh), shard(stack(), mesh)
+    optimizer = sliced(model, **options)
+    backwards(model, scale=3.0)
+    kept = [parameter.grad for parameter in model.parameters()]
+    optimizer.zero_grad(set_to_none=False)
+    assert all(
+        grad is parameter.grad for grad, parameter in zip(kept, model.parameters(), strict=True)
+    )
+    assert not any(local_of(grad).any() for grad in kept)
+    backwards(model)
+    backwards(plain)
+    expect_gradients(model, plain)
+
+
 @ranks(4)
 def test_the_gradient_is_partial_and_its_sum_that_of_plain_mics() -> None:
     mesh = mesh_of(2, 2)

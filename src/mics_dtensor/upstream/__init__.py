@@ -18,8 +18,11 @@ from mics_dtensor.upstream.comm import (
 )
 from mics_dtensor.upstream.exchange import (
     first_hop_only,
+    owe,
+    owed,
     reduce_alone,
     reset_after_exception,
+    show_shards,
     whole_units,
 )
 from mics_dtensor.upstream.full_state import full_state_is_asked
@@ -81,6 +84,8 @@ __all__ = [
     "mesh_of_parameter",
     "narrow_parameters",
     "norms_of",
+    "owe",
+    "owed",
     "place_of_shard",
     "reduce_alone",
     "reduce_scatter",
@@ -91,6 +96,7 @@ __all__ = [
     "scale_",
     "set_post_optim_event",
     "set_timeout",
+    "show_shards",
     "storage_info",
     "tensor_in_place",
     "timeout_of",

@@ -130,6 +130,7 @@ def _post_backward(
         if any(param.fsdp.unsharded_accumulated_grad is not None for param in unit.params):
             for param in unit.params:  # of one dtype: FSDP2 asserts it
                 if param.has_unreduced_gradient():
+                    param.fsdp.accumulate_unsharded_grad_if_needed()  # else the sum is replaced
                     param.fsdp.to_accumulated_grad_if_needed()
     trained = [param for param in unit.params if param.parameter.requires_grad]
     if not any(param.parameter.grad_dtype is None for param in trained):
@@ -142,6 +143,29 @@ def _post_backward(
         then(*unused)
     finally:
         group._orig_dtype = narrow
+
+
+def show_shards(units: Sequence[Unit]) -> None:
+    """Let every unit show its shards. FSDP2 leaves a root gathered after a forward alone, and a
+    unit that had no part in the backward as it was.
+    """
+    for unit in units:
+        unit.group.reshard()
+
+
+OWED = "mics_owed"  # our attribute, on FSDPParamGroup
+
+
+def owe(units: Sequence[Unit], pay: Callable[[], None]) -> None:
+    """`pay` is to be called before anything else is sent for `units`."""
+    for unit in units:
+        setattr(unit.group, OWED, pay)
+
+
+def owed(units: Sequence[Unit]) -> list[Callable[[], None]]:
+    """What is owed for `units`, each once; from now on it is not."""
+    found = [vars(unit.group).pop(OWED, None) for unit in units]
+    return list(dict.fromkeys(pay for pay in found if pay is not None))
 
 
 def reset_after_exception(units: Sequence[Unit]) -> None:
