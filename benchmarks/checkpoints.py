@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.arguments import count, result_file
 from benchmarks.results import commit, processor
 from mics_dtensor.checkpoint.checkpoints import CheckpointOptions, Checkpoints
 
@@ -177,11 +178,11 @@ def main() -> None:
     """As the docstring of the file says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", default=None, help="on the disk that is meant")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--mebibytes", type=int, default=512, help="of weights and moments")
-    parser.add_argument("--width", type=int, default=1024, help="of the square layers")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--json", default=None)
+    parser.add_argument("--ranks", type=count, default=2)
+    parser.add_argument("--mebibytes", type=count, default=512, help="of weights and moments")
+    parser.add_argument("--width", type=count, default=1024, help="of the square layers")
+    parser.add_argument("--repeat", type=count, default=5)
+    parser.add_argument("--json", type=result_file, help="where to write the results")
     options = parser.parse_args()
     load_average = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -213,8 +214,8 @@ def main() -> None:
     }
     for name, value in told["ratios"].items():
         print(f"{name:<50} {value}")
-    if options.json:
-        Path(options.json).write_text(json.dumps(told, indent=1) + "\n")
+    if options.json is not None:
+        options.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 INTERFACE = "eth0"  # of every node, on the slow link; traffic inside a node goes over lo
@@ -14,16 +17,20 @@ INTERFACE = "eth0"  # of every node, on the slow link; traffic inside a node goe
 # made. It waits for the end of its input, which comes when the launcher closes it or dies in any
 # way, SIGKILL included; a session of its own keeps Ctrl-C from it.
 _REMOVE = """
-bridge="$1"; shift
+folder="$1" bridge="$2"; shift 2
 while read -r _; do :; done
-for node in "$@"; do
-    pids="$(ip netns pids "$node" 2>/dev/null)" && [ -n "$pids" ] && kill -KILL $pids 2>/dev/null
+for _ in 1 2 3 4 5 6 7 8 9 10; do
+    pids="$(for node in "$@"; do ip netns pids "$node" 2>/dev/null; done)"
+    [ -n "$pids" ] || break
+    kill -KILL $pids 2>/dev/null
+    sleep 0.1
 done
 for node in "$@"; do
     ip link del "${node}v" 2>/dev/null
     ip netns del "$node" 2>/dev/null
 done
 ip link del "$bridge" 2>/dev/null
+rm -rf "$folder"
 exit 0
 """
 
@@ -38,8 +45,9 @@ class ClusterError(Exception):
 class Cluster:
     """`num_nodes` namespaces on a bridge, each with `rate` in and out ("400mbit"; None: no limit).
 
-    A context manager. Names hold the process id, so that several clusters live side by side;
-    whatever ends the block or the process, everything is removed. Raises ClusterError.
+    A context manager, with a `folder` for files. Names hold the process id, so that several
+    clusters live side by side; whatever ends the block or the process, everything is removed.
+    Raises ClusterError.
     """
 
     def __init__(self, num_nodes: int, *, rate: str | None) -> None:
@@ -48,6 +56,8 @@ class Cluster:
         self.addresses = [f"10.77.0.{i + 1}" for i in range(num_nodes)]
         self._bridge = f"mics{os.getpid()}"
         self._namespaces = [f"{self._bridge}n{i}" for i in range(num_nodes)]
+        # The remover knows its name before it is made; nobody else does.
+        self.folder = Path(tempfile.gettempdir()) / f"{self._bridge}-{secrets.token_hex(8)}"
         self._remover: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Cluster:
@@ -56,11 +66,12 @@ class Cluster:
         if not 1 <= len(self.hosts) <= 99:
             raise ClusterError(f"{len(self.hosts)} nodes; give 1 to 99")
         self._remover = subprocess.Popen(
-            ["sh", "-c", _REMOVE, "remover", self._bridge, *self._namespaces],
+            ["sh", "-c", _REMOVE, "remover", str(self.folder), self._bridge, *self._namespaces],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
         try:
+            self.folder.mkdir(mode=0o700)
             self._make()
         except BaseException:
             self.close()

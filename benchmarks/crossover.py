@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import count, rate, result_file
 from benchmarks.results import describe, tell
 from benchmarks.run import Case, Run, run
 
@@ -118,9 +118,10 @@ def command(
 ) -> None:
     """Parse, and run `measure(rate=, repetitions=)`: also of benchmarks/blocks.py."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
-    parser.add_argument("--rate", default="400mbit", help="of each node's link, as tc writes it")
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    add = parser.add_argument
+    add("--rate", type=rate, default="400mbit", help="of each node's link, as tc writes it")
+    add("--repetitions", type=count, default=5)
+    add("--json", type=result_file, help="where to write the results")
     given = parser.parse_args()
     tell(lambda: measure(rate=given.rate, repetitions=given.repetitions), section, given.json)
 

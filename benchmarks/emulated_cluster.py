@@ -9,12 +9,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 import signal
 import sys
 from fractions import Fraction
 from pathlib import Path
 
+from benchmarks.arguments import count, duration, pause, rate_or_none, result_file
 from benchmarks.cluster import ClusterError
 from benchmarks.results import describe, table, write
 from benchmarks.run import OF_PROGRAM, PEERS, SYSTEMS, Case, Run, run
@@ -28,29 +28,34 @@ def parse(arguments: list[str]) -> tuple[Run, Path | None]:
         epilog=f"systems: {', '.join((*SYSTEMS, *PEERS))}",
     )
     add = parser.add_argument
-    add("--nodes", type=int, default=4)
-    add("--ranks-per-node", type=int, default=2)
-    add("--rate", default="400mbit", help="of each node's link, as tc writes it, or `unlimited`")
+    add("--nodes", type=count, default=4)
+    add("--ranks-per-node", type=count, default=2)
+    add(
+        "--rate",
+        type=rate_or_none,
+        default="400mbit",
+        help="of each node's link, as tc writes it, or `unlimited`",
+    )
     add("--systems", default="fsdp2,hsdp,mics", help="comma-separated")
     add(
         "--partition-nodes",
         default="1",
         help="nodes of a partition group, or several: 1,2,4; 1/2 is half a node",
     )
-    add("--micro-steps", type=int, default=4)
-    add("--json", type=Path, help="where to write the results")
-    add("--repetitions", type=int, default=5, help="of each system, on a quiet machine")
-    add("--max-repetitions", type=int, help="at most, quiet or not (default: twice as many)")
-    add("--steps", type=int, default=2, help="optimizer steps in a repetition")
+    add("--micro-steps", type=count, default=4)
+    add("--json", type=result_file, help="where to write the results")
+    add("--repetitions", type=count, default=5, help="of each system, on a quiet machine")
+    add("--max-repetitions", type=count, help="at most, quiet or not (default: twice as many)")
+    add("--steps", type=count, default=2, help="optimizer steps in a repetition")
     add("--peer-venv", type=Path, help="environment of DeepSpeed (peers/requirements.txt)")
     add("--no-stages", action="store_true", help="do not count stage by stage")
     add("--workload", choices=("linears", "llama"), default="linears")
-    add("--seq-len", type=int, default=128, help="of the Llama debug model")
-    add("--dim", type=int, default=1024, help="of each linear layer")
-    add("--layers", type=int, default=4)
-    add("--batch-size", type=int, default=4)
-    add("--sleep-ms", type=float, default=0.0, help="of a layer's forward, for its compute")
-    add("--timeout", type=float, default=300.0, help="seconds for one repetition")
+    add("--seq-len", type=count, default=128, help="of the Llama debug model")
+    add("--dim", type=count, default=1024, help="of each linear layer")
+    add("--layers", type=count, default=4)
+    add("--batch-size", type=count, default=4)
+    add("--sleep-ms", type=pause, default=0.0, help="of a layer's forward, for its compute")
+    add("--timeout", type=duration, default=300.0, help="seconds for one repetition")
     given = parser.parse_args(arguments)
     names = [name.strip() for name in given.systems.split(",")]
     if unknown := sorted(set(names) - {*SYSTEMS, *PEERS}):
@@ -65,11 +70,6 @@ def parse(arguments: list[str]) -> tuple[Run, Path | None]:
         nodes = [Fraction(part) for part in given.partition_nodes.split(",")]
     except (ValueError, ZeroDivisionError):
         parser.error(f"--partition-nodes {given.partition_nodes} is not a number of nodes")
-    for name in ("nodes", "ranks_per_node", "micro_steps", "repetitions", "steps"):
-        if getattr(given, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}; give 1 or more")
-    if given.rate != "unlimited" and not re.fullmatch(r"[0-9.]+[kmg]bit", given.rate):
-        parser.error(f"--rate {given.rate}: write 400mbit, 1gbit, 800kbit or unlimited")
     for part in nodes:
         size = part * given.ranks_per_node
         if size.denominator != 1 or size < 1 or given.nodes * given.ranks_per_node % size:
@@ -80,7 +80,7 @@ def parse(arguments: list[str]) -> tuple[Run, Path | None]:
     wanted = Run(
         num_nodes=given.nodes,
         ranks_per_node=given.ranks_per_node,
-        rate=None if given.rate == "unlimited" else given.rate,
+        rate=given.rate,
         cases=Case.all_of(names, [float(part) for part in nodes], num_nodes=given.nodes),
         repetitions=given.repetitions,
         max_repetitions=given.max_repetitions or 2 * given.repetitions,

@@ -43,6 +43,7 @@ class World:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "TMPDIR": str(self.cluster.folder),  # torchrun leaves a folder there when it is killed
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "OMP_NUM_THREADS": "1",
             "PYTHONWARNINGS": "ignore::FutureWarning",  # DeepSpeed uses names that torch renames

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import bits_per_s
 from benchmarks.cluster import ClusterError
 from benchmarks.launch import ROOT
 from benchmarks.run import FOREIGN_CORES, PEERS, Record, Run
@@ -156,10 +157,7 @@ def _stage(label: str, system: str, workload: str) -> str:
 
 def _wire_s(sent: float, rate: str | None) -> float:
     """Seconds for `sent` bytes at a rate as tc writes it; 0 without a limit."""
-    if rate is None:
-        return 0.0
-    units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-    return 8 * sent / (float(rate[:-4]) * units[rate[-4:]])
+    return 0.0 if rate is None else 8 * sent / bits_per_s(rate)
 
 
 def processor() -> str:

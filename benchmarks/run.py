@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster import Cluster, ClusterError
@@ -109,9 +106,7 @@ class Record:
 
 def run(wanted: Run) -> list[Record]:
     """Make the cluster, rotate the systems, take all of it down. Raises ClusterError."""
-    with ExitStack() as stack:
-        cluster = stack.enter_context(Cluster(wanted.num_nodes, rate=wanted.rate))
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cluster"))
+    with Cluster(wanted.num_nodes, rate=wanted.rate) as cluster:
         pythons = {"ours": sys.executable, "peer": wanted.peer_python or sys.executable}
         worlds = [
             World(name, cluster, wanted.ranks_per_node, port=29500 + i, python=pythons[name])
@@ -122,13 +117,13 @@ def run(wanted: Run) -> list[Record]:
             for world in worlds:
                 world.check()
 
-        path = Path(folder) / "socket"
+        path = cluster.folder / "socket"
         sizes = {world.name: world.size for world in worlds}
         referee = Referee(path, sizes, ranks_per_node=wanted.ranks_per_node, check=check)
         for world in worlds:
             workload = dict(wanted.workload)
             if workload["kind"] == "llama":
-                workload["folder"] = folder
+                workload["folder"] = str(cluster.folder)
             world.start([str(path), world.name, json.dumps(workload)])
         pids = [pid for world in worlds for pid in world.pids]
         try:

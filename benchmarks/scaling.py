@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import count, rate, result_file
 from benchmarks.results import describe, tell
 from benchmarks.run import Case, Run, run
 
@@ -197,9 +198,9 @@ def main() -> None:
     add = parser.add_argument
     add("--nodes", type=_numbers, default="1,2,4,6", help="of each cluster; 1 is compared with")
     add("--shares", type=_shares, default="0.8,0.95", help="of sleep in a step on one node")
-    add("--rate", default="400mbit", help="of each node's link, as tc writes it")
-    add("--repetitions", type=int, default=5)
-    add("--json", type=Path, help="where to write the results")
+    add("--rate", type=rate, default="400mbit", help="of each node's link, as tc writes it")
+    add("--repetitions", type=count, default=5)
+    add("--json", type=result_file, help="where to write the results")
     add("--plot", type=Path, help="draw a file that --json has written, and measure nothing")
     given = parser.parse_args()
     if given.plot is not None:

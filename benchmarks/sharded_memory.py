@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.results import commit
+from benchmarks.arguments import count, result_file
+from benchmarks.results import commit, write
 from mics_dtensor import Layout, Topology, gradient_accumulation, init_mesh
 from mics_dtensor.sharded_states import ReplicaShardedOptimizer
 from mics_dtensor.upstream import local_of
@@ -41,11 +42,11 @@ TIMEOUT_S = 900
 def parser() -> argparse.ArgumentParser:
     """The command line; a rank has --mode and --folder too."""
     its = argparse.ArgumentParser(prog="python -m benchmarks.sharded_memory")
-    its.add_argument("--ranks", type=int, default=8)
-    its.add_argument("--replicas", type=int, default=4)
-    its.add_argument("--dim", type=int, default=2048)
-    its.add_argument("--layers", type=int, default=25)
-    its.add_argument("--json", type=Path, help="where to write the results")
+    its.add_argument("--ranks", type=count, default=8)
+    its.add_argument("--replicas", type=count, default=4)
+    its.add_argument("--dim", type=count, default=2048)
+    its.add_argument("--layers", type=count, default=25)
+    its.add_argument("--json", type=result_file, help="where to write the results")
     its.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
     its.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     its.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -60,7 +61,7 @@ def main() -> None:
     results = run(given)
     print(table(results))
     if given.json is not None:
-        given.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write(results, given.json)
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import json
 import statistics
 from dataclasses import asdict
 from importlib.util import find_spec
-from pathlib import Path
 
+from benchmarks.arguments import result_file
 from benchmarks.planner import deepspeed, foundry, published, rates, replicated, titan
 from benchmarks.planner.checks import all_checks
 from benchmarks.planner.counted import byte_cases
@@ -21,7 +21,7 @@ from benchmarks.planner.tables import decay_cases, fabrics, hops
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__)
-    parser.add_argument("--json", type=Path, help="write everything there")
+    parser.add_argument("--json", type=result_file, help="write everything there")
     parser.add_argument("--fit", action="store_true", help="print what presets take from sources")
     options = parser.parse_args()
     can_fit = find_spec("scipy") is not None

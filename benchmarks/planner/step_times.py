@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import count, pause, rate, result_file
 from benchmarks.cluster import Cluster, ClusterError
 from benchmarks.launch import ROOT, World
 from benchmarks.planner.counted import linears_traffic, linears_unit
@@ -145,15 +146,15 @@ def told(results: dict[str, Any], cases: Sequence[dict[str, Any]]) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.step_times")
-    parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--ranks-per-node", type=int, default=2)
-    parser.add_argument("--rate", default="400mbit")
+    parser.add_argument("--nodes", type=count, default=4)
+    parser.add_argument("--ranks-per-node", type=count, default=2)
+    parser.add_argument("--rate", type=rate, default="400mbit")
     parser.add_argument("--cases", default="1x1024,2x1024,4x1024,8x1024,1x512,4x512,8x512")
-    parser.add_argument("--sleep-ms", type=float, default=20.0)
+    parser.add_argument("--sleep-ms", type=pause, default=20.0)
     parser.add_argument("--max-size", default="16M")
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--repetitions", type=count, default=5)
     parser.add_argument("--cluster", type=Path, help="what `mics measure` has written; not anew")
-    parser.add_argument("--out", type=Path, default=FILE)
+    parser.add_argument("--out", type=result_file, default=FILE)
     arguments = parser.parse_args()
     written = arguments.cluster or arguments.out.with_suffix(".cluster.toml")
     try:

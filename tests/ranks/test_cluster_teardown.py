@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,8 @@ from benchmarks.cluster import Cluster
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell began it with &
 with Cluster(2, rate="400mbit") as cluster:
     inside = subprocess.Popen(cluster.command(1, ["sleep", "600"]), start_new_session=True)
-    print(inside.pid, flush=True)
+    (cluster.folder / "socket").touch()
+    print(inside.pid, cluster.folder, flush=True)
     time.sleep(600)
 """
 
@@ -64,27 +66,58 @@ def test_a_launcher_that_is_killed_leaves_nothing(number: signal.Signals) -> Non
     ) as launcher:
         try:
             assert launcher.stdout is not None
-            inside = int(launcher.stdout.readline())
+            pid, folder = launcher.stdout.readline().split()
+            inside = int(pid)
             assert len(left_of(launcher.pid)) >= 5  # two namespaces, a bridge, two links
             assert is_running(inside)
+            assert Path(folder, "socket").exists()
             launcher.send_signal(number)
             assert eventually(lambda: not left_of(launcher.pid) and not is_running(inside))
+            assert eventually(lambda: not Path(folder).exists())
+        finally:
+            launcher.kill()
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_is_killed_leaves_no_file() -> None:
+    command = [sys.executable, "-m", "benchmarks.emulated_cluster", "--nodes", "2"]
+    with (
+        tempfile.TemporaryDirectory() as folder,  # tmp_path is too long for a Unix socket
+        subprocess.Popen(
+            [*command, "--systems", "mics", "--dim", "64", "--repetitions", "1000", "--no-stages"],
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": folder},
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as launcher,
+    ):
+        try:
+            assert launcher.stderr is not None
+            assert any(line.startswith("repetition 1:") for line in launcher.stderr)
+            assert list(Path(folder).rglob("socket"))
+            launcher.kill()
+            assert eventually(lambda: not left_of(launcher.pid) and not any(Path(folder).iterdir()))
         finally:
             launcher.kill()
 
 
 def test_an_error_inside_leaves_nothing() -> None:
     def fail() -> None:
-        with Cluster(2, rate=None):
+        with cluster:
             assert left_of(os.getpid())
+            (cluster.folder / "file").touch()
             raise RuntimeError("inside")
 
+    cluster = Cluster(2, rate=None)
     with pytest.raises(RuntimeError, match="inside"):
         fail()
     assert not left_of(os.getpid())
+    assert not cluster.folder.exists()
 
 
 def test_an_error_while_it_is_made_leaves_nothing() -> None:
-    with pytest.raises(ClusterError, match="tbf"), Cluster(2, rate="no rate"):
+    cluster = Cluster(2, rate="no rate")
+    with pytest.raises(ClusterError, match="tbf"), cluster:
         pass
     assert not left_of(os.getpid())
+    assert not cluster.folder.exists()
