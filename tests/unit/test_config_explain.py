@@ -38,6 +38,13 @@ def test_json_holds_every_key_and_the_stages(capsys: pytest.CaptureFixture[str])
     assert hop == 2 * plan["num_parameters"] * 4
 
 
+def test_json_has_no_number_that_json_has_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """`max_norm = inf` clips nothing, and is a string there: only Python reads Infinity."""
+    said = explained(capsys, DEBUG, "--world-size=4", "--json", "--training.max_norm=inf")
+    told = json.loads(said, parse_constant=pytest.fail)
+    assert told["keys"]["training.max_norm"]["value"] == "inf"
+
+
 def test_a_chunked_loss_gathers_the_head_again(capsys: pytest.CaptureFixture[str]) -> None:
     def gathers(*arguments: str) -> int:
         said = json.loads(explained(capsys, DEBUG, "--world-size=4", "--json", *arguments))

@@ -243,9 +243,9 @@ def test_a_cluster_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("ranks_per_node = 4\n", "", "ranks_per_node"),
         ('"measured"', '"guessed"', "preset, measured, user"),
         ("[1e9, 1.0]", "[1e9, 1.5]", "at most 1"),
-        ("latency_s = 3e-6", "latency_s = -1", "latency of 0 or more"),
-        ("989e12", '"fast"', "wrong type"),
-        ("80e9", "0", "above 0"),
+        ("latency_s = 3e-6", "latency_s = -1", "seconds, from 0"),
+        ("989e12", '"fast"', "give FLOP/s"),
+        ("80e9", "0", "give whole bytes, from 1e8"),
     ):
         path.write_text(GOOD.replace(old, new))
         assert main([*ASK, *BATCH, *QUICK, "--cluster", str(path)]) == 2

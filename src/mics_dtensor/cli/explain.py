@@ -116,7 +116,7 @@ def run(argv: Sequence[str]) -> str:
     except PlanError as error:
         why_not = str(error)
     if options.json:
-        return json.dumps(_as_json(run, plan, why_not), indent=2)
+        return json.dumps(_as_json(run, plan, why_not), indent=2, allow_nan=False)
     told = [*_configuration(run, everything=options.all), "", *world.assumptions, *run.planned]
     return "\n".join([*told, *_messages(plan, why_not)])
 
@@ -192,10 +192,19 @@ def _messages(plan: Plan | None, why_not: str) -> list[str]:
     ]
 
 
+def _in_json(value: Any) -> Any:
+    """The value; "inf", "-inf" or "nan" for a number that JSON has not."""
+    if isinstance(value, dict):
+        return {name: _in_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_json(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _as_json(run: Run, plan: Plan | None, why_not: str) -> dict[str, Any]:
     """Schema 1: file, keys (value, origin), inert, and plan, or why there is none."""
     keys = {
-        name: {"value": value_at(run.config, name), "origin": run.origin[name]}
+        name: {"value": _in_json(value_at(run.config, name)), "origin": run.origin[name]}
         for name in config_keys()
     }
     told: dict[str, Any] = {"schema": 1, "file": str(run.path), "keys": keys, "inert": run.inert}

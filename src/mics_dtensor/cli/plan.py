@@ -185,7 +185,7 @@ def _scaled(
         plot_scaling(curves, options.plot, title=scaling_title(curves))
         done.append(f"{options.plot}: drawn")
     if options.json:
-        return json.dumps(scaling_json(curves), indent=2)
+        return json.dumps(scaling_json(curves), indent=2, allow_nan=False)
     return "\n".join([render_scaling(curves), *done])
 
 
@@ -199,5 +199,5 @@ def _answered(asked: Question, config: RunConfig, options: argparse.Namespace) -
         values = chosen_values(asked, found.best.variant)
         done += write_choice(Path(options.config_file), config, values)
     if options.json:
-        return json.dumps(as_json(asked, found) | {"done": done}, indent=2)
+        return json.dumps(as_json(asked, found) | {"done": done}, indent=2, allow_nan=False)
     return "\n".join([render(asked, found), *done])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import exp, log
+from math import exp, inf, log
 
 from mics_dtensor.errors import PlanError
 from mics_dtensor.plan.stage import Collective
@@ -36,7 +36,7 @@ class Timing:
     def __post_init__(self) -> None:
         whole = len(self.sizes_bytes) == len(self.seconds) > 0 and self.ranks > 1
         rising = all(low < high for low, high in pairwise(self.sizes_bytes))
-        positive = whole and min(self.sizes_bytes) > 0 and min(self.seconds) > 0
+        positive = whole and min(self.sizes_bytes) > 0 and all(0 < s < inf for s in self.seconds)
         if self.collective not in WAYS or not (whole and rising and positive):
             raise PlanError(
                 f"a timing of {self.collective} over {self.num_nodes} x {self.ranks_per_node} "
