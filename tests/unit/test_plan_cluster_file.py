@@ -1,17 +1,19 @@
 """A cluster file says only what a cluster can be; all else is refused by file, key and value."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from harness.timings import timed
 
 from mics_dtensor.cli import main
 from mics_dtensor.errors import PlanError
 from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.plan.cluster_keys import LINK, REQUIRED, TABLES
-from mics_dtensor.plan.timing import Timing
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "train_configs" / "llama3_8b_2x8.toml"
@@ -149,9 +151,9 @@ def test_no_text_is_a_number(tmp_path: Path, table: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("cluster.product_share", "60", "a share above 0 and at most 1: 60 % are 0.6"),
+        ("cluster.product_share", "60", "a share from 1e-6 to 1: 60 % are 0.6"),
         ("cluster.product_share", "1.5", "product_share = 1.5 in [cluster]"),
-        ("cluster.product_share", "0", "above 0"),
+        ("cluster.product_share", "0", "from 1e-6"),
         ("cluster.product_half_width", "-4096", "a width, from 0 to 1e6"),
         ("cluster.overlap_slowdown", "-1", "from 0 to 1000"),
         ("cluster.reserved_bytes", "-1e9", "from 0"),
@@ -163,6 +165,7 @@ def test_no_text_is_a_number(tmp_path: Path, table: str, name: str) -> None:
         ("cluster.ranks_per_node", "8.5", "a whole number from 1"),
         ("cluster.ranks_per_node", "0", "a whole number from 1"),
         ("cluster.unit_s", "100", "seconds, from 0 to 10"),
+        ("cluster.unit_s_per_byte", "1.1", "1 s for 1 GB is 1e-9"),
         ("cluster.origin", '"guessed"', "give one of preset, measured, user"),
         ("link.inter_node.bandwidth_bytes_per_s", "340", "340 GB/s are 340e9"),
         ("link.inter_node.latency_s", "54", "latency_s = 54 in [link.inter_node]"),
@@ -170,7 +173,7 @@ def test_no_text_is_a_number(tmp_path: Path, table: str, name: str) -> None:
         ("link.intra_node.shares", "[]", "a list of [bytes, share]"),
         ("link.intra_node.shares", "[[1e6, 0.2, 3]]", "a list of [bytes, share]"),
         ("link.intra_node.shares", "[[1e9, 0.2], [1e6, 1]]", "ascending"),
-        ("link.intra_node.shares", "[[1e6, 1.5]]", "at most 1"),
+        ("link.intra_node.shares", "[[1e6, 1.5]]", "shares from 1e-12 to 1"),
         ("timing.num_nodes", "1.5", "num_nodes = 1.5 in [[timing]] no. 1 cannot be; give a whole"),
         ("timing.ranks_per_node", "9", "measured on another cluster"),
         ("timing.collective", '"gather"', "give one of all_gather"),
@@ -244,15 +247,10 @@ def test_what_is_no_table_is_refused(tmp_path: Path, written: str, said: str) ->
 
 def test_a_time_that_is_no_number_is_no_timing() -> None:
     """As a report of nccl-tests may hold: its JSON has NaN."""
-    for seconds in (float("nan"), float("inf")):
+    its = timed("all_gather", 1, 2)
+    for no_time in (math.nan, math.inf):
         with pytest.raises(PlanError, match="a time above 0"):
-            Timing(
-                collective="all_gather",
-                num_nodes=1,
-                ranks_per_node=2,
-                sizes_bytes=(1, 2),
-                seconds=(1.0, seconds),
-            )
+            replace(its, seconds=(*its.seconds[:-1], no_time))
 
 
 def test_the_plan_is_json_and_a_bad_file_a_sentence(
@@ -268,6 +266,33 @@ def test_the_plan_is_json_and_a_bad_file_a_sentence(
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1)
     assert f"{path}: product_half_width = nan in [cluster] cannot be; give a width" in said.err
+
+
+@pytest.mark.parametrize(
+    ("ends", "of_links"),
+    [
+        (("1e6", "1e-6", "1e6", "1e6", "1000"), ("1e6", "0.99", "[[1e15, 1e-12]]")),
+        (("1e18", "1", "0", "1e15", "0"), ("1e15", "0", "[[1, 1]]")),
+    ],
+)
+def test_every_plan_of_what_is_in_range_is_finite(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    ends: tuple[str, ...],
+    of_links: tuple[str, ...],
+) -> None:
+    """The worst and the best cluster that a file may tell, all at once."""
+    rate = ("peak_flops_per_s", "product_share", "product_half_width", "memory_bytes_per_s")
+    link = ("bandwidth_bytes_per_s", "latency_s", "shares")
+    changes = dict(zip([("cluster", n) for n in (*rate, "overlap_slowdown")], ends, strict=True))
+    for side in ("link.intra_node", "link.inter_node"):
+        changes |= dict(zip([(side, name) for name in link], of_links, strict=True))
+    path = tmp_path / "cluster.toml"
+    path.write_text(text(changes).partition("[[timing]]")[0])
+    ask = ["plan", "--config-file", str(FILE), "--cluster", str(path)]
+    for nodes in (["--nodes", "4"], ["--scale", "2,4"]):
+        assert main([*ask, *nodes, "--training.global_batch_size", "64", "--json"]) == 0
+        json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
 
 
 def test_the_page_has_every_key() -> None:

@@ -242,7 +242,7 @@ def test_a_cluster_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("schema = 1", "schema = 2", "schema 2"),
         ("ranks_per_node = 4\n", "", "ranks_per_node"),
         ('"measured"', '"guessed"', "preset, measured, user"),
-        ("[1e9, 1.0]", "[1e9, 1.5]", "at most 1"),
+        ("[1e9, 1.0]", "[1e9, 1.5]", "shares from 1e-12 to 1"),
         ("latency_s = 3e-6", "latency_s = -1", "seconds, from 0"),
         ("989e12", '"fast"', "give FLOP/s"),
         ("80e9", "0", "give whole bytes, from 1e8"),

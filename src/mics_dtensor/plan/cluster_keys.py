@@ -68,7 +68,7 @@ def _one_of(names: Iterable[str]) -> Key:
 
 
 def _shares(value: Any) -> tuple[tuple[float, float], ...] | None:
-    size, share = _number(ABOVE_0, LARGEST), _number(ABOVE_0, 1)
+    size, share = _number(1, 1e15), _number(1e-12, 1)
     if not isinstance(value, list) or not value:
         return None
     found = []
@@ -92,7 +92,7 @@ LINK: Mapping[str, Key] = {
     "bandwidth_bytes_per_s": BYTES_PER_S,
     "latency_s": LATENCY,
     "shares": Key(
-        "a list of [bytes, share], bytes above 0 and ascending, shares above 0 and at most 1",
+        "a list of [bytes, share], bytes ascending from 1 to 1e15, shares from 1e-12 to 1",
         _shares,
         default=None,
     ),
@@ -107,7 +107,7 @@ TABLES: Mapping[str, Mapping[str, Key]] = {
         "peak_flops_per_s": Key(
             "FLOP/s, from 1e6 to 1e18: 989 TFLOP/s are 989e12", _number(1e6, 1e18)
         ),
-        "product_share": Key("a share above 0 and at most 1: 60 % are 0.6", _number(ABOVE_0, 1)),
+        "product_share": Key("a share from 1e-6 to 1: 60 % are 0.6", _number(1e-6, 1)),
         "product_half_width": Key("a width, from 0 to 1e6", _number(0, 1e6), default=0.0),
         "memory_bytes": Key("whole bytes, from 1e8 to 1e15: 80 GB are 80e9", _whole(10**8, 10**15)),
         "memory_bytes_per_s": BYTES_PER_S,
@@ -134,9 +134,7 @@ TABLES: Mapping[str, Mapping[str, Key]] = {
         "size_bytes": Key(
             "a list of whole bytes, each from 1 to 1e15", _whole(1, 10**15), listed=True
         ),
-        "seconds": Key(
-            "a list of seconds, each above 0 and at most 1e5", _number(ABOVE_0, 1e5), listed=True
-        ),
+        "seconds": Key("a list of seconds, each from 1e-9 to 1e5", _number(1e-9, 1e5), listed=True),
     },
     "product": {
         "name": TEXT.or_else(None),
