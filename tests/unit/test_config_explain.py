@@ -97,6 +97,20 @@ def test_one_node_is_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     assert "on 1 node of 2 ranks: 2 replicas of 1 shard" in alone
 
 
+PIPELINE = (
+    "--parallelism.pipeline_parallel_degree=2",
+    "--parallelism.pipeline_parallel_schedule=GPipe",
+)
+
+
+@pytest.mark.parametrize("more", [(), PIPELINE], ids=["plain", "pipeline"])
+def test_the_first_file_that_one_tries_can_validate(
+    more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = explained(capsys, DEBUG, "--world-size=4", "--validation.enable", *more)
+    assert 'dataset = "python_docs_validation"' in said
+
+
 def test_errors_are_one_sentence_and_a_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", DEBUG, "--training.stesp", "3"]) == 2
     said = capsys.readouterr()
