@@ -215,6 +215,31 @@ def test_the_optimizer_and_its_groups(build: Any) -> None:
     assert norm.optimizer_kwargs == {**every, "weight_decay": 0.0}
 
 
+def test_a_group_says_betas_as_the_optimizer_does(build: Any) -> None:
+    text = "[[optimizer.param_groups]]\npattern = 'norm'\nbeta2 = 0.5\n"
+    norm, rest = build(text).optimizer.param_groups
+    assert norm.optimizer_kwargs == {**rest.optimizer_kwargs, "betas": (0.9, 0.5)}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "words"),
+    [
+        (
+            ["bias$"],
+            r'"bias\$" .* finds no parameter of llama3 debugmodel; write a part of tok_emb',
+        ),
+        (["norm", "^norm"], "only parameters that an earlier table has taken"),
+    ],
+)
+def test_a_pattern_without_a_parameter_is_refused(
+    build: Any, patterns: list[str], words: str
+) -> None:
+    text = "".join(f"[[optimizer.param_groups]]\npattern = '{each}'\n" for each in patterns)
+    with pytest.raises(ConfigError, match=words):
+        build(text)
+    build("[[optimizer.param_groups]]\npattern = '.*'\n")  # and nothing is left for the others
+
+
 def test_the_loss_is_cut_where_the_sequence_can_be(build: Any) -> None:
     chunked = build().loss
     assert isinstance(chunked, ChunkedLossWrapper.Config)

@@ -15,6 +15,7 @@ from mics_dtensor.train.config import Mics
 from mics_dtensor.upstream import local_of
 
 pytest.importorskip("torchtitan")
+import torch.distributed as dist
 from torchtitan.trainer import Trainer
 from train.small_run import configured, ours, train, trained_by_each
 
@@ -139,3 +140,42 @@ def test_what_it_refuses(tmp_path: Path) -> None:
         configured(tmp_path, *sliced, "--optimizer.implementation=fused_opt_states_bf16")
     with pytest.raises(ConfigError, match="DistMuon looks at more than one element"):
         configured(tmp_path, *sliced, "--optimizer.name=DistMuon")
+
+
+# torchtitan's scheduler asks torch's for its rate in a way that torch warns of.
+@pytest.mark.filterwarnings("ignore:To get the last learning rate")
+@pytest.mark.parametrize("more", [(), (SLICED,)], ids=["whole", "sliced"])
+@ranks(4, timeout_s=150)
+def test_patterns_see_names_without_wrappers_and_a_stage_may_have_none(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    groups = r"[{ pattern = 'layers\.\d+\.attention\.', weight_decay = 0.25 },"
+    groups += " { pattern = 'tok_embeddings', weight_decay = 0.5 }]"
+    options = (
+        f"--optimizer.param_groups={groups}",
+        "--optimizer.weight_decay=0",
+        "--model.n_layers=4",
+        "--activation_checkpoint.mode=selective",  # every second block has a wrapper
+        "--parallelism.pipeline_parallel_degree=2",
+        "--training.local_batch_size=2",
+        "--training.global_batch_size=4",
+        "--training.steps=1",
+        "--mics.partition_size=1",
+        *more,
+    )
+    trainer = ours(*configured(tmp_path, *options))
+    decay = {
+        name: group["weight_decay"]
+        for optimizer in trainer.optimizers
+        for group in optimizer.param_groups
+        for name in group["param_names"]
+    }
+    trainer.train()
+    trainer.close()
+    everyones: list[dict[str, float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyones, decay)
+    found = {name: its for each in everyones for name, its in each.items()}
+    assert len({name.split(".")[1] for name in found if name.startswith("layers.")}) == 4
+    for name, its in found.items():
+        expected = 0.25 if ".attention." in name else 0.5 if "tok_embeddings" in name else 0
+        assert its == expected, name

@@ -76,9 +76,7 @@ def test_lists_are_written_with_commas(write: Write) -> None:
 
 
 @pytest.mark.parametrize("word", ["a,b,c", "a, b,c,", '["a", "b", "c"]', " ['a','b', 'c',]"])
-@pytest.mark.parametrize(
-    "key", ["quantize.linear.float8.filter_fqns", "checkpoint.exclude_from_loading"]
-)
+@pytest.mark.parametrize("key", ["quantize.linear.float8.filter_fqns", "override.imports"])
 def test_a_list_of_the_command_line_is_that_of_a_file(write: Write, key: str, word: str) -> None:
     table, _, last = key.rpartition(".")
     named = loaded(write(f"[{table}]\n{last} = ['a', 'b', 'c']\n"))

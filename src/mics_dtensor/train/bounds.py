@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,11 @@ class Bound:
     def holds(self, value: float) -> bool:
         """Whether the number may be."""
         return value == self.also or self.least <= value <= self.most
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises ConfigError for a number that may not be; what is no number is not looked at."""
+        if isinstance(value, int | float) and not self.holds(value):
+            raise ConfigError(f"{name} = {shown(value)}; it must be {self.words}")
 
     def of(self, *needs: str) -> Bound:
         """The same, read only with one of these switches."""
@@ -117,21 +122,20 @@ BOUNDS: Mapping[str, Bound] = {
 
 OF_A_GROUP = {
     "lr": NOT_NEGATIVE,
+    "beta1": DECAY,
+    "beta2": DECAY,
     "betas": DECAY,
     "eps": NOT_NEGATIVE,
     "weight_decay": NOT_NEGATIVE,
 }
-"""The same in the tables of optimizer.param_groups."""
+"""The same in the tables of optimizer.param_groups, which param_groups.py looks at."""
 
 
 def refuse_numbers(config: RunConfig) -> None:
     """Raises ConfigError for the first number that can mean nothing."""
     for name, bound in BOUNDS.items():
         if not bound.needs or any(value_at(config, switch) for switch in bound.needs):
-            _check(name, value_at(config, name), bound)
-    for group in config.optimizer.param_groups:
-        for name, value in _numbers_of(group):
-            _check(f"{name} in optimizer.param_groups", value, OF_A_GROUP[name])
+            bound.check(name, value_at(config, name))
     profiling = config.profiling
     traced = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < traced:
@@ -140,15 +144,3 @@ def refuse_numbers(config: RunConfig) -> None:
             f"profiler_active = {profiling.profiler_warmup} + {profiling.profiler_active} steps of "
             f"it; write profile_freq = {traced} or more"
         )
-
-
-def _numbers_of(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name in OF_A_GROUP:
-        value = group.get(name)
-        for each in value if isinstance(value, list | tuple) else (value,):
-            yield name, each
-
-
-def _check(name: str, value: Any, bound: Bound) -> None:
-    if isinstance(value, int | float) and not bound.holds(value):
-        raise ConfigError(f"{name} = {shown(value)}; it must be {bound.words}")

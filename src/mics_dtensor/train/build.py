@@ -17,6 +17,7 @@ from mics_dtensor.train.key import replace_at, value_at
 from mics_dtensor.train.known import OPTIMIZERS, unknown_optimizer, unknown_option
 from mics_dtensor.train.load import Run
 from mics_dtensor.train.loss_chunks import num_loss_chunks
+from mics_dtensor.train.param_groups import options_of
 from mics_dtensor.train.rows import rows
 from mics_dtensor.train.values import shown
 
@@ -118,41 +119,29 @@ def _hf_assets_path(config: RunConfig) -> str:
 
 def _optimizer(config: RunConfig) -> Any:
     """One group for all parameters, after the groups that the file names."""
-    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+    from torchtitan.components.optimizer import ParamGroupConfig
+
+    from mics_dtensor.train.optimizer import GroupedOptimizers, SlicedOptimizers
 
     written = config.optimizer
-    for_all = {
-        "lr": written.lr,
-        "betas": (written.beta1, written.beta2),
-        "eps": written.eps,
-        "weight_decay": written.weight_decay,
-    }
-    groups = []
-    for group in written.param_groups:
-        differs = dict(group)
-        if not isinstance(pattern := differs.pop("pattern", None), str):
-            raise ConfigError(f"optimizer.param_groups: {shown(group)} lacks a pattern")
-        name = differs.pop("optimizer_name", written.name)
-        groups.append(
-            ParamGroupConfig(
-                pattern=pattern, optimizer_name=name, optimizer_kwargs={**for_all, **differs}
-            )
-        )
     if written.name not in OPTIMIZERS:
         raise unknown_optimizer(written.name)
-    groups.append(
-        ParamGroupConfig(pattern=".*", optimizer_name=written.name, optimizer_kwargs=for_all)
-    )
+    groups = [
+        ParamGroupConfig(
+            pattern=group["pattern"],
+            optimizer_name=group.get("optimizer_name", written.name),
+            optimizer_kwargs=options_of(group, written),
+        )
+        for group in (*written.param_groups, {"pattern": ".*"})
+    ]
     if config.mics.optimizer_over_replicas:
-        from mics_dtensor.train.optimizer import SlicedOptimizers
-
         return SlicedOptimizers.Config(
             param_groups=groups,
             implementation=written.implementation,
             master_weights=config.mics.master_weights,
             overlap_update=config.mics.overlap_update,
         )
-    return OptimizersContainer.Config(param_groups=groups, implementation=written.implementation)
+    return GroupedOptimizers.Config(param_groups=groups, implementation=written.implementation)
 
 
 def _activation_checkpoint(config: RunConfig) -> Any:

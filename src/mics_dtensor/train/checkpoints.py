@@ -197,14 +197,9 @@ class WholeCheckpoints(CheckpointManager):
 
     def _states_without(self, names: Iterable[str]) -> dict[str, Any]:
         """As torchtitan lays them out: parameters by their names, the rest by its own."""
-        names = set(names)
-        if unknown := names - self.states.keys():
-            raise CheckpointError(
-                f"checkpoint.exclude_from_loading names {sorted(unknown)}; choose from "
-                f"{sorted(self.states.keys() - {MODEL})}"
-            )
+        left_out = {*names, MODEL}
         state: dict[str, Any] = {
-            name: its for name, its in self.states.items() if name not in names | {MODEL}
+            name: its for name, its in self.states.items() if name not in left_out
         }
         state |= self.states[MODEL].state_dict()
         return state

@@ -6,6 +6,7 @@ torchtitan 0.3.0 cannot honour are refused. Needs neither torch nor torchtitan.
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from mics_dtensor.train.data import PYTHON_DOCS, PYTHON_DOCS_VALIDATION
 from mics_dtensor.train.key import replace_at, value_at
 from mics_dtensor.train.loss_chunks import refuse_chunks
 from mics_dtensor.train.names import check_known
+from mics_dtensor.train.param_groups import refuse_groups
 from mics_dtensor.train.rows import lost_models, renamed_flavors, rows
 from mics_dtensor.train.schedule import refuse_short_schedule
 from mics_dtensor.train.sliced import refuse_unsliced
@@ -37,6 +39,10 @@ CONVERTERS = (
 
 IN_HF = ("initial_load_in_hf", "last_save_in_hf")
 """Keys of [checkpoint] that ask for Hugging Face's names."""
+
+
+EXCLUDABLE = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+"""Parts of a checkpoint that a run can begin anew; all that it holds but the model."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,8 @@ def _refuse_pairs(config: RunConfig) -> None:
             "ranks"
         )
     refuse_numbers(config)
+    refuse_groups(config)
+    _refuse_excluded(config)
     refuse_short_schedule(config)
     if mics.node_local_backward and not mics.hierarchical:
         raise ConfigError(
@@ -174,6 +182,18 @@ def _refuse_pairs(config: RunConfig) -> None:
             f"{training.seq_len}, for which torchtitan 0.3 lays out positions; write at most that"
         )
     refuse_chunks(config)
+
+
+def _refuse_excluded(config: RunConfig) -> None:
+    """Only a start that finds a checkpoint would meet them."""
+    for name in config.checkpoint.exclude_from_loading:
+        if name not in EXCLUDABLE:
+            near = difflib.get_close_matches(name, EXCLUDABLE, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(
+                f"checkpoint.exclude_from_loading holds {shown(name)}; {hint}choose from "
+                f"{list(EXCLUDABLE)}"
+            )
 
 
 def _refuse_masters(config: RunConfig) -> None:

@@ -9,6 +9,7 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.moe import MoE
@@ -23,6 +24,7 @@ from mics_dtensor.train.config import RunConfig
 from mics_dtensor.train.known import fp32_experts
 from mics_dtensor.train.lengths import refuse_lengths
 from mics_dtensor.train.optimizer import SlicedOptimizers
+from mics_dtensor.train.param_groups import refuse_idle
 
 
 def refuse_limits(config: Trainer.Config, written: RunConfig) -> None:
@@ -40,6 +42,7 @@ def refuse_limits(config: Trainer.Config, written: RunConfig) -> None:
     dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
     try:
         model.update_from_config(config=config)
+        _refuse_idle_patterns(config, model)
         if config.parallelism.pipeline_parallel_degree > 1:
             _refuse_stages(config, model)
     except (ValueError, NotImplementedError, AssertionError) as error:
@@ -95,6 +98,16 @@ def _refuse_experts(config: Trainer.Config) -> None:
                 f"parallelism.expert_parallel_degree {ep} does not divide the {num} experts of "
                 f"{spec.name} {spec.flavor}; choose from {divisors(num)}"
             )
+
+
+def _refuse_idle_patterns(config: Trainer.Config, model: Any) -> None:
+    """Of the tables of optimizer.param_groups; the last one takes the rest."""
+    spec, tables = config.model_spec, config.optimizer.param_groups[:-1]
+    if not tables:
+        return
+    with torch.device("meta"):
+        names = [name for name, its in model.build().named_parameters() if its.requires_grad]
+    refuse_idle([its.pattern for its in tables], names, f"{spec.name} {spec.flavor}")
 
 
 def _refuse_stages(config: Trainer.Config, model: Any) -> None:

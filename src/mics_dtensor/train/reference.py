@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from mics_dtensor.train.bounds import BOUNDS
+from mics_dtensor.train.bounds import BOUNDS, OF_A_GROUP
 from mics_dtensor.train.config import config_keys
 from mics_dtensor.train.key import Key
+from mics_dtensor.train.param_groups import KEYS
 from mics_dtensor.train.rows import Row, rows
 from mics_dtensor.train.values import described, shown
 
@@ -36,11 +37,32 @@ def reference() -> str:
     for table, lines in tables.items():
         header = "| key | type | default | meaning | in 0.3 |\n|---|---|---|---|---|"
         parts.append("\n".join([f"## `[{table}]`\n", header, *lines]))
+        if table == "optimizer":
+            parts.append(_param_groups())
     return "\n\n".join(parts) + "\n"
 
 
+PARAM_GROUPS = """\
+## `[[optimizer.param_groups]]`
+
+The tables of `param_groups`. A parameter belongs to the first table whose `pattern` is found in its
+name (`re.search`; names as checkpoints have them, such as `layers.0.attention.wo.weight`), else to
+`[optimizer]`, which also holds for what a table leaves out. A pattern that no parameter belongs to
+is refused at start.
+
+| key | type | meaning |
+|---|---|---|
+"""
+
+
+def _param_groups() -> str:
+    rows = [f"| `{key.name}` | {_type(key)} | {key.meaning} |" for key in KEYS.values()]
+    return PARAM_GROUPS + "\n".join(rows)
+
+
 def _type(key: Key) -> str:
-    bound = f" ({BOUNDS[key.name].words})" if key.name in BOUNDS else ""
+    bounds = {**OF_A_GROUP, **BOUNDS}
+    bound = f" ({bounds[key.name].words})" if key.name in bounds else ""
     return f"{described(key.type)}{bound}{f', in {key.unit}' if key.unit else ''}"
 
 

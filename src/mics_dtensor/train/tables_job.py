@@ -155,7 +155,8 @@ class Optimizer:
     )
     early_step_in_backward: bool = key(False, "torchtitan 0.2: the optimizer inside the backward")
     param_groups: tuple[dict[str, Any], ...] = key(
-        (), "tables with `pattern` and what differs for the parameters whose name it finds"
+        (),
+        "tables with `pattern` and what differs for the parameters whose name it finds: see below",
     )
 
 

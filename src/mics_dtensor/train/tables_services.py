@@ -60,7 +60,11 @@ class Checkpoint:
     )
     keep_latest_k: int = key(10, "checkpoints that are kept; 0 is all", unit="checkpoints")
     load_step: int = key(-1, "step to resume from; -1 is the latest", unit="steps")
-    exclude_from_loading: tuple[str, ...] = key((), "optimizer, lr_scheduler, dataloader")
+    exclude_from_loading: tuple[str, ...] = key(
+        (),
+        "what a run begins anew when it goes on: optimizer, lr_scheduler, dataloader, train_state "
+        "(the step and the tokens seen)",
+    )
     enable_first_step_checkpoint: bool = key(False, "save after the first step too")
     create_seed_checkpoint: bool = key(False, "save the freshly made model and stop (1 rank)")
     load_only: bool = key(False, "never save")

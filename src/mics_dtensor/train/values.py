@@ -24,6 +24,11 @@ def converted(key: Key, value: Any, source: str) -> Any:
     return made
 
 
+def fits(kind: Any, value: Any) -> bool:
+    """Whether a value is of a type."""
+    return _fit(kind, value)[0]
+
+
 def parsed(key: Key, word: str) -> Any:
     """The value of one word of the command line; ConfigError where it is of another type."""
     kinds = _alternatives(key.type)
