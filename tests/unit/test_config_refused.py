@@ -66,3 +66,39 @@ def test_they_can_be_together_where_groups_do_not_cross_nodes_or_do_not_meet(
 ) -> None:
     started(written(tmp_path, partition_size=2), *LOCAL)
     started(written(tmp_path, partition_size=8), *SLICED)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("optimzer", "did you mean optimizer? choose"), ("model", "choose"), ("x", "choose")],
+)
+def test_what_no_checkpoint_can_do_without_is_refused_before_there_is_one(
+    tmp_path: Path, name: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, partition_size=4)
+    given = f"--checkpoint.exclude_from_loading=dataloader,{name}"
+    with pytest.raises(ConfigError) as refused:
+        started(file, given)
+    assert f'exclude_from_loading holds "{name}"; {hint} from' in str(refused.value)
+    assert main(["explain", file, given]) == 2
+    assert capsys.readouterr().err == f"mics explain: {refused.value}\n"
+    started(file, "--checkpoint.exclude_from_loading=optimizer,lr_scheduler,dataloader,train_state")
+
+
+def test_a_module_without_a_registry_is_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Judged by its text, since what it imports need not be on this machine."""
+    package = tmp_path / "its_own"
+    package.mkdir()
+    (package / "bare.py").write_text("import no_such_module\n")
+    (package / "model.py").write_text("import no_such_module\ndef model_registry(flavor): ...\n")
+    (package / "passed_on.py").write_text("from no_such_module import *\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    file = written(tmp_path, partition_size=4)
+    for name in ("os.path", "json.decoder", "its_own.bare"):
+        assert main(["explain", file, f"--model.name={name}"]) == 2
+        said = f'[model] name = "{name}": the module has no model_registry(flavor, ...)'
+        assert said in capsys.readouterr().err
+    for name in ("its_own.model", "its_own.passed_on", "its_own.elsewhere", "not_here.model"):
+        assert main(["explain", file, f"--model.name={name}"]) == 0

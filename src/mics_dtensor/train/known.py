@@ -7,7 +7,10 @@ test holds the two against each other.
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Sequence
+from importlib.machinery import PathFinder, SourceFileLoader
+from pathlib import Path
 
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.plan.presets import MODELS, flavors
@@ -30,7 +33,8 @@ OPTIMIZERS = ("Adam", "AdamW", "DistMuon")
 def refuse_unknown(config: RunConfig) -> None:
     """Raises ConfigError, as the program would, for a name that neither torchtitan nor we know.
 
-    A module of the user's own (a name with a dot) is not imported: it may know more of both.
+    A module of the user's own (a name with a dot) is not imported: it may know more of both, and
+    it need not be on this machine.
     """
     if config.optimizer.name not in OPTIMIZERS:
         raise unknown_optimizer(config.optimizer.name)
@@ -40,6 +44,8 @@ def refuse_unknown(config: RunConfig) -> None:
         raise unknown_option(option)
     model = config.model
     if "." in model.name:
+        if lacks_registry(model.name):
+            raise no_registry(model.name)
         return
     if model.name not in MODELS:
         raise unknown_model(model.name, MODELS)
@@ -60,6 +66,29 @@ def unknown_model(name: str, known: Sequence[str]) -> ConfigError:
     return ConfigError(
         f"[model] name = {shown(name)} is unknown; {hint}choose from {list(known)}, or name a "
         "module of your own with a dot (your.module)"
+    )
+
+
+def lacks_registry(name: str) -> bool:
+    """Whether a module is here and its text does not speak of a model_registry. Imports nothing."""
+    if (module := sys.modules.get(name)) is not None:
+        return not callable(getattr(module, "model_registry", None))
+    folders, loader = None, None
+    for part in name.split("."):
+        if (spec := PathFinder.find_spec(part, folders)) is None:
+            return False
+        folders, loader = spec.submodule_search_locations, spec.loader
+    if not isinstance(loader, SourceFileLoader):
+        return False
+    text = Path(loader.path).read_text(encoding="utf-8", errors="replace")
+    return not any(words in text for words in ("model_registry", "import *", "__getattr__"))
+
+
+def no_registry(name: str) -> ConfigError:
+    """For a module that can make no model."""
+    return ConfigError(
+        f"[model] name = {shown(name)}: the module has no model_registry(flavor, ...), which "
+        "returns torchtitan's ModelSpec"
     )
 
 

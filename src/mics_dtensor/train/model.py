@@ -14,7 +14,12 @@ from typing import Any
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.plan.presets import MODELS
 from mics_dtensor.train.config import RunConfig
-from mics_dtensor.train.known import too_many_blocks, unknown_flavor, unknown_model
+from mics_dtensor.train.known import (
+    no_registry,
+    too_many_blocks,
+    unknown_flavor,
+    unknown_model,
+)
 from mics_dtensor.train.values import shown
 
 QKV = ("wq", "wk", "wv")
@@ -54,10 +59,7 @@ def _module(name: str) -> ModuleType:
             "Python finds, with model_registry(flavor, ...)"
         ) from error
     if not callable(getattr(module, "model_registry", None)):
-        raise ConfigError(
-            f"[model] name = {shown(name)}: the module has no model_registry(flavor, ...), which "
-            "returns torchtitan's ModelSpec"
-        )
+        raise no_registry(name)
     return module
 
 
