@@ -70,7 +70,7 @@ def test_they_can_be_together_where_groups_do_not_cross_nodes_or_do_not_meet(
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("optimzer", "did you mean optimizer? choose"), ("model", "choose"), ("x", "choose")],
+    [("optimizers", "did you mean optimizer? choose"), ("model", "choose"), ("x", "choose")],
 )
 def test_what_no_checkpoint_can_do_without_is_refused_before_there_is_one(
     tmp_path: Path, name: str, hint: str, capsys: pytest.CaptureFixture[str]

@@ -25,7 +25,10 @@ def given(folder: Path, table: str) -> list[str]:
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ('patern = "a"', 'unknown key patern in optimizer.param_groups { patern = "a" }; did you'),
+        (
+            'patterns = "a"',
+            'unknown key patterns in optimizer.param_groups { patterns = "a" }; did you',
+        ),
         (f"{NORM}, lrr = 1.0", "did you mean lr?"),
         (f"{NORM}, weight_deacy = 1.0", "did you mean weight_decay?"),
         (f"{NORM}, zzz = 1.0", f"; a table takes {', '.join(KEYS)}"),
