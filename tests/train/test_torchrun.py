@@ -50,7 +50,7 @@ def started(command: list[str], folder: Path, **variables: str) -> subprocess.Po
         return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
 
 
-def torchrun(folder: Path, *options: str) -> subprocess.Popen[bytes]:
+def torchrun(folder: Path, *options: str, more: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
     """scripts/torchrun.sh with 2 ranks."""
     launch = ["--standalone", "--nproc-per-node", "2", *options, "-m", "mics_dtensor.train"]
     command = [str(ROOT / "scripts" / "torchrun.sh"), *launch, "--config-file"]
@@ -59,7 +59,7 @@ def torchrun(folder: Path, *options: str) -> subprocess.Popen[bytes]:
     )
     (folder.parent / "torchrun").chmod(0o755)
     path = str(folder.parent / "torchrun")
-    return started([*command, str(written(folder))], folder, TORCHRUN=path)
+    return started([*command, str(written(folder)), *more], folder, TORCHRUN=path)
 
 
 def wait_for(there: Callable[[], bool], run: subprocess.Popen[bytes], folder: Path) -> None:
@@ -153,3 +153,18 @@ def test_sigterm_to_the_training_script_saves_and_ends_with_status_0(tmp_path: P
     manifest.check(saved)
     assert (manifest.step, manifest.contents) == (steps[-1], "training")
     assert steps[-1] < 1000
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+def test_where_nothing_is_saved_sigterm_ends_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run = torchrun(folder, more=("--training.steps=1000", "--checkpoint.enable=false"))
+    try:
+        wait_for((folder / "metrics.jsonl").exists, run, folder)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(100) != 0
+    finally:
+        end(run)
+    assert not (folder / "checkpoint").exists()

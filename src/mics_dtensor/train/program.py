@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 import uuid
@@ -104,9 +105,10 @@ def _run(run: Run, layout: Layout, launch: Launch, config: Trainer.Config) -> No
     from mics_dtensor.train.trainer import MicsTrainer, Placement
 
     request = StopRequest()
-    # Where nothing is saved SIGTERM ends the process, as ever.
     if saves := config.checkpoint.enable and not config.checkpoint.load_only:
         request.listen()
+    else:  # it ends the process, as ever; scripts/torchrun.sh starts ranks that ignore it
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     mics = run.config.mics
     topology = Topology.uniform(
         world_size=launch.world_size,

@@ -1,4 +1,4 @@
-"""A scheduler that wants the machine back: SIGTERM, heard by some ranks, agreed on by all."""
+"""Who wants the machine back: SIGTERM, or Ctrl-C, heard by some ranks, agreed on by all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class StopRequest:
     """Whether this run is to end after the step it is in.
 
     A scheduler may signal one rank, the ranks of one node, or all of them, at different moments. So
-    every step each rank says whether it has heard SIGTERM, and reads what all had said a step
+    every step each rank says whether it has heard one, and reads what all had said a step
     before: the number is on its way meanwhile, and no rank waits for it. All ranks stop after the
     same step, at most two after the signal.
     """
@@ -23,10 +23,11 @@ class StopRequest:
         self._said: tuple[torch.Tensor, torch.cuda.Event | dist.Work] | None = None
 
     def listen(self) -> None:
-        """From now on SIGTERM is a request, not an end. In the main thread; for good: a scheduler
-        may repeat itself while the checkpoint is written, or while the process leaves.
+        """From now on SIGTERM and SIGINT are a request, not an end. In the main thread; for good: a
+        scheduler may repeat itself while the checkpoint is written, or while the process leaves.
         """
-        signal.signal(signal.SIGTERM, self._hear)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._hear)
 
     def agreed(self, device: torch.device) -> bool:
         """Whether some rank had heard it a step ago. Collective over the world, once a step."""

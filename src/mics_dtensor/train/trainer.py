@@ -155,7 +155,7 @@ class MicsTrainer(Trainer):
             return True
         device_shim.save_now(self.checkpointer, self.step)
         logger.warning(
-            "SIGTERM: saved and stopped after step %d of %d; start it again, and it goes on there",
+            "told to stop: saved, and ended after step %d of %d; start it again to go on there",
             self.step,
             self.config.training.steps,
         )
