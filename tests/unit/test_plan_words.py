@@ -67,10 +67,33 @@ def test_the_readme_says_what_its_two_commands_do(capsys: pytest.CaptureFixture[
     assert ties[1] == set()
 
 
+def test_where_one_size_alone_fits_there_is_no_next(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = ("--cluster", "p5", "--nodes", "7", "--training.global_batch_size", "336")
+    for more, fit in ((alone, 1), (("--nodes", "16", "--training.global_batch_size", "512"), 2)):
+        read = json.loads(planned(capsys, *more, "--json", file=LARGE))
+        fitting = [row for row in read["rows"] if row["fits"] and not row["variant"]["plain"]]
+        assert min(len(fitting), 2) == fit
+        margin, told = read["recommendation"]["margin"], planned(capsys, *more, file=LARGE)
+        steps = sorted(row["time"]["step_s"] for row in fitting)
+        assert margin == (None if fit == 1 else pytest.approx(steps[1] / steps[0] - 1))
+        assert ("; no other partition size fits\n" in told) is (fit == 1)
+        assert ("; the next takes " in told) is (fit == 2)
+
+
 TEN = ("--cluster", "p4d", "--nodes", "10", "--training.global_batch_size", "320")
 WRITTEN = ("--cluster", "p4d", "--nodes", "12", "--training.global_batch_size", "384")
 LONG = ("--cluster", "p4d", "--nodes", "16", "--training.seq_len", "1000000")
 BATCH_OF_4 = (*WRITTEN, "--as-written", "--training.local_batch_size", "4")
+LARGEST = (
+    *("--cluster", "p4de", "--nodes", "16", "--model.flavor", "405B", "--as-written"),
+    *(
+        "--activation_checkpoint.mode",
+        "selective",
+        "--activation_checkpoint.selective_ac_option=op",
+    ),
+)
+LARGEST_BY_1 = (*LARGEST, "--training.global_batch_size", "128")
+BY_8 = ("--training.global_batch_size", "1024", "--training.local_batch_size", "8")
 AS_MANY = "with as many sequences a rank (global_batch_size 352)"
 MORE_NODES = ("--nodes", "11", "--training.global_batch_size", "352")
 
@@ -103,6 +126,26 @@ MORE_NODES = ("--nodes", "11", "--training.global_batch_size", "352")
                 "a micro-batch of 1 with full activation checkpointing": (
                     "--training.local_batch_size=1",
                     "--activation_checkpoint.mode=full",
+                ),
+            },
+        ),
+        (
+            LARGEST_BY_1,
+            {
+                "full activation checkpointing on 97 nodes, with as many sequences a rank "
+                "(global_batch_size 776)": (
+                    *("--activation_checkpoint.mode=full", "--nodes", "97"),
+                    "--training.global_batch_size=776",
+                ),
+            },
+        ),
+        (
+            (*LARGEST, *BY_8),
+            {
+                "full activation checkpointing and micro-batch 1 on 128 nodes, with as many "
+                "sequences a rank (global_batch_size 8192)": (
+                    *("--activation_checkpoint.mode=full", "--nodes", "128"),
+                    *("--training.global_batch_size=8192", "--training.local_batch_size=1"),
                 ),
             },
         ),

@@ -114,7 +114,7 @@ def recommendation(answer: Answer) -> list[str]:
     lines = [
         f"take partition_size = {best.variant.partition_size} ({', '.join(said)}): "
         f"{best.step_s:.3g} s a step ({low:.3g} to {high:.3g}), {best.tokens_per_s:,.0f} tokens/s; "
-        f"the next takes {answer.margin:.1%} longer"
+        f"{_next_in_words(answer.margin)}"
     ]
     if plain.fits and plain.step_s < best.step_s:
         lines.append(
@@ -129,6 +129,12 @@ def recommendation(answer: Answer) -> list[str]:
             "of each"
         )
     return lines
+
+
+def _next_in_words(margin: float | None) -> str:
+    if margin is None:
+        return "no other partition size fits"
+    return f"the next takes {margin:.1%} longer"
 
 
 def describe(variant: Variant) -> str:

@@ -59,8 +59,9 @@ class Answer:
     best: Row
     interval_s: tuple[float, float]
     """The shortest and the longest step of the best, over what is not known of the cluster."""
-    margin: float
-    """How much longer the next partition size takes, as a share of the best step."""
+    margin: float | None
+    """How much longer the next partition size takes, as a share of the best step; None: no other
+    fits."""
     ties: tuple[Row, ...]
 
     @property
@@ -95,7 +96,7 @@ def answer(question: Question) -> Answer:
         rows=tuple(rows),
         best=best,
         interval_s=(min(best_s), max(best_s)),
-        margin=choices[1].step_s / best.step_s - 1 if choices[1:] else 0.0,
+        margin=choices[1].step_s / best.step_s - 1 if choices[1:] else None,
         ties=tuple(row for row in others if _may_be_faster(question, row, best_s)),
     )
 
