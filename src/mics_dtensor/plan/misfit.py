@@ -21,7 +21,10 @@ def why_nothing_fits(
     of_gpu = question.cluster.memory_bytes
     helps = ["hierarchical = false (plain FSDP over all ranks fits)"] * plain_fits
     helps += [*_checkpointing_and_micro_batch(question, variant), *_over_replicas(question)]
-    helps += [*_nodes(question), *_shorter_sequences(question)]
+    if more := _nodes(question):
+        helps.append(f"{more.num_nodes} nodes hold it, {_as_many(more)}")
+    helps += _shorter_sequences(question)
+    helps = helps or list(_all_at_once(question))
     nothing = f"GPUs with more memory: {_most_nodes(question):,} nodes do not hold it"
     return (
         f"{question.model.model} {question.model.flavor} does not fit {question.nodes_in_words} "
@@ -50,6 +53,19 @@ def _checkpointing_and_micro_batch(question: Question, variant: Variant) -> Iter
                 return
 
 
+def _all_at_once(question: Question) -> Iterator[str]:
+    """More nodes, or shorter sequences, where the activations of a rank are least besides."""
+    full, one = "full" not in question.checkpointings, question.micro_batches not in ((), (1,))
+    changes = " and ".join(["full activation checkpointing"] * full + ["micro-batch 1"] * one)
+    if not changes:
+        return
+    frugal = replace(question, checkpointings=("full",), micro_batches=(1,))
+    if more := _nodes(frugal):
+        yield f"{changes} on {more.nodes_in_words}, {_as_many(more)}"
+    for shorter in _shorter_sequences(frugal):
+        yield f"{changes} with {shorter}"
+
+
 def _over_replicas(question: Question) -> Iterator[str]:
     if _holds(replace(question, optimizers_over_replicas=(True,))):
         yield "optimizer states over the replicas (--optimizer-over-replicas)"
@@ -66,19 +82,22 @@ def _on(question: Question, num_nodes: int) -> Question:
     return replace(question, num_nodes=num_nodes, global_batch=question.sequences_of_a_rank * ranks)
 
 
-def _nodes(question: Question) -> Iterator[str]:
+def _as_many(question: Question) -> str:
+    return f"with as many sequences a rank (global_batch_size {question.global_batch})"
+
+
+def _nodes(question: Question) -> Question | None:
     """The fewest nodes that hold it, by bisection: more ranks never hold more each."""
     low, most = question.num_nodes, _most_nodes(question)
     high = min(2 * low, most)
     while not _holds(_on(question, high)):
         if high >= most:
-            return
+            return None
         low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if _holds(_on(question, middle)) else (middle, high)
-    batch = _on(question, high).global_batch
-    yield f"{high} nodes hold it, with as many sequences a rank (global_batch_size {batch})"
+    return _on(question, high)
 
 
 def _shorter_sequences(question: Question) -> Iterator[str]:
