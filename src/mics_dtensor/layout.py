@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import isqrt
 
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.topology import Topology
@@ -176,7 +177,8 @@ def _refuse_other_than_int(name: str, given: object, works: str) -> None:
 
 def divisors(number: int) -> list[int]:
     """All divisors of `number`, ascending."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def partition_sizes(topology: Topology, *, tensor_parallel_size: int = 1) -> list[int]:

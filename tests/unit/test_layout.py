@@ -274,6 +274,12 @@ def test_a_layout_exists_exactly_where_its_sizes_are_offered(
         assert offered
 
 
+def test_divisors_are_those_that_leave_no_rest() -> None:
+    for number in range(300):
+        assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+    assert divisors(10**12)[-2:] == [5 * 10**11, 10**12]
+
+
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_a_rank_outside_the_world_has_no_place(rank: int) -> None:
     with pytest.raises(ConfigError, match=rf"^rank {rank} is not one of 0\.\.3$"):

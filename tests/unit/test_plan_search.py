@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +16,10 @@ from harness.questions import question
 from mics_dtensor.cli import main
 from mics_dtensor.cli.write import chosen_values
 from mics_dtensor.errors import PlanError
-from mics_dtensor.layout import Layout, partition_sizes
+from mics_dtensor.layout import Layout, divisors, partition_sizes
 from mics_dtensor.plan.cluster_file import cluster
 from mics_dtensor.plan.compute import Work
+from mics_dtensor.plan.held import least_bytes
 from mics_dtensor.plan.memory import Holding, peak_memory
 from mics_dtensor.plan.presets import preset
 from mics_dtensor.plan.presets.units import Policy, traffic_units
@@ -139,6 +142,41 @@ def test_what_fits_nowhere_is_refused_with_the_numbers() -> None:
         answer(question(global_batch=33))
     with pytest.raises(PlanError, match=r"choose from \[1, 2, 4\]"):
         answer(question(micro_batches=(3,)))
+
+
+@pytest.mark.parametrize(("name", "length"), [("p4d", 512), ("p3dn", 4096)])
+def test_no_micro_batch_is_missed(name: str, length: int) -> None:
+    """Those that cannot fit are not tried: the answer is the best of each micro-batch alone."""
+    each = 60
+    asked = question(name, num_nodes=2, seq_len=length, global_batch=16 * each)
+    alone = [replace(asked, micro_batches=(size,)) for size in divisors(each)]
+    assert least_bytes(asked) == min(least_bytes(one) for one in alone)
+    rows = []
+    for one in alone:
+        with suppress(PlanError):
+            rows += [row for row in answer(one).rows if row.fits]
+    assert 1 <= len({row.variant.micro_batch for row in rows}) < len(alone)
+    found = answer(asked)
+    for row in found.rows:
+        variant = row.variant
+        same = [
+            other.step_s
+            for other in rows
+            if (other.variant.partition_size, other.variant.plain)
+            == (variant.partition_size, variant.plain)
+        ]
+        assert row.fits == bool(same)
+        assert not row.fits or row.step_s == min(same)
+
+
+def test_a_batch_of_any_size_is_answered_or_refused_at_once() -> None:
+    most = question("p4d", num_nodes=2, global_batch=16 * 720720)  # of 240 divisors
+    began = time.monotonic()
+    answer(most)
+    for batch in (16_000_000_000, 999_999_999_999_999_984):
+        with pytest.raises(PlanError, match="a GPU and step; the planner goes to 1,048,576"):
+            answer(replace(most, global_batch=batch))
+    assert time.monotonic() - began < 20
 
 
 QUICK = ("--as-written",)  # one variant a row

@@ -55,8 +55,13 @@ def memory_of(question: Question, shape: ModelShape, layout: Layout, variant: Va
 
 
 def least_bytes(question: Question) -> int:
-    """What a rank holds at least, over every partition size and variant."""
+    """What a rank holds at least, over every partition size and variant.
+
+    More sequences in a micro-step hold more, but for a single micro-step, which sums nothing.
+    """
     shape = shape_of(question.model)
+    if not question.micro_batches:
+        question = replace(question, micro_batches=(1, question.sequences_of_a_rank))
     return min(
         memory_of(question, shape, layout, variant).total
         for layout in question.layouts()

@@ -47,6 +47,8 @@ def _checkpointing_and_micro_batch(question: Question, variant: Variant) -> Iter
         return
     smaller = [n for n in divisors(question.sequences_of_a_rank) if n < variant.micro_batch]
     for asked, more in ((question, ""), (full, " with full activation checkpointing")):
+        if not smaller or not _holds(replace(asked, micro_batches=tuple(smaller))):
+            continue
         for micro_batch in reversed(smaller):
             if _holds(replace(asked, micro_batches=(micro_batch,))):
                 yield f"a micro-batch of {micro_batch}{more}"

@@ -22,6 +22,9 @@ from mics_dtensor.topology import Topology
 MAX_RANKS = 2**20
 """A world is written out rank by rank; beyond this it is a slip of the hand."""
 
+MAX_SEQUENCES = 2**20
+"""Of a rank in a step: every number that divides them is a micro-batch to be tried."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
@@ -135,7 +138,13 @@ class Question:
                 f"a batch of {self.global_batch} sequences cannot be shared by {who} ranks; give "
                 f"a multiple of {ranks} (training.global_batch_size), or other --nodes"
             )
-        return self.global_batch // ranks
+        if (each := self.global_batch // ranks) > MAX_SEQUENCES:
+            raise PlanError(
+                f"a batch of {self.global_batch:,} sequences is {each:,} a {self.reader} and step; "
+                f"the planner goes to {MAX_SEQUENCES:,}: give a smaller "
+                "training.global_batch_size, or more --nodes"
+            )
+        return each
 
 
 def has_stages(layout: Layout) -> bool:
@@ -144,9 +153,9 @@ def has_stages(layout: Layout) -> bool:
 
 
 def variants_of(question: Question, layout: Layout, *, plain: bool = False) -> Iterator[Variant]:
-    """What may be chosen at a partition size. Raises PlanError."""
+    """What may be chosen at a partition size, micro-batches ascending. Raises PlanError."""
     each = question.sequences_of_a_rank
-    micro_batches = question.micro_batches or tuple(divisors(each))
+    micro_batches = sorted(question.micro_batches) or divisors(each)
     if wrong := [size for size in micro_batches if each % size]:
         raise PlanError(
             f"{wrong[0]} sequences in a micro-step do not divide the {each} that a rank has in a "

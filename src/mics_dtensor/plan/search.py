@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -110,8 +110,8 @@ def _best(
     question: Question, shape: ModelShape, layout: Layout, variants: Sequence[Variant]
 ) -> Row:
     """The fastest that fits; where none does, the one that holds least."""
-    held = [(variant, memory_of(question, shape, layout, variant)) for variant in variants]
     limit = question.cluster.memory_bytes * (1 if question.tracer is None else 1 + NEAR)
+    held = list(_held(question, shape, layout, variants, limit))
     fitting = [each for each in held if each[1].total <= limit]
     rows = [_row(question, shape, layout, variant, memory) for variant, memory in fitting]
     rows.sort(key=lambda row: row.step_s)  # stable
@@ -121,6 +121,24 @@ def _best(
             return traced
     least, memory = min(held, key=lambda each: each[1].total)
     return _traced(question, layout, _row(question, shape, layout, least, memory))
+
+
+def _held(
+    question: Question, shape: ModelShape, layout: Layout, variants: Sequence[Variant], limit: float
+) -> Iterator[tuple[Variant, Memory]]:
+    """Without micro-batches above one that does not fit: they hold more, but for a single one.
+
+    A single micro-step has no gradients of those before it.
+    """
+    over: set[Variant] = set()
+    for variant in variants:
+        otherwise = replace(variant, micro_batch=0)
+        if otherwise in over and variant.micro_batch < question.sequences_of_a_rank:
+            continue
+        memory = memory_of(question, shape, layout, variant)
+        if memory.total > limit:
+            over.add(otherwise)
+        yield variant, memory
 
 
 NEAR = 0.05
