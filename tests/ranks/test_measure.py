@@ -1,5 +1,6 @@
 """`mics measure`: on forked ranks, and on an emulated cluster whose link is known."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from harness.counting import count_collectives
 from harness.ranks import ranks
 
+from mics_dtensor.cli import main
 from mics_dtensor.errors import ConfigError
 from mics_dtensor.measure.collectives import sizes_between
 from mics_dtensor.measure.device import Shape
@@ -102,6 +104,46 @@ def test_the_groups_are_those_that_hold_my_rank() -> None:
         assert rank in its
         assert len(its) == candidate.num_nodes * candidate.ranks_per_node
         assert len({topology.node_of(each) for each in its}) == candidate.num_nodes
+
+
+QUICK = ("--min-size", "4K", "--max-size", "4K", "--repetitions", "1", "--tokens", "16")
+
+
+@ranks(2, torchrun=True)
+def test_what_cannot_be_written_is_refused_on_every_rank_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "kept.toml"
+    kept.touch(0o444)
+    for out, why in (
+        (tmp_path, "is a folder; give a file in it"),
+        (tmp_path / "none" / "cluster.toml", f"there is no folder {tmp_path / 'none'} for"),
+        (kept, "is not to be written (mode 444); chmod u+w"),
+    ):
+        assert main(["measure", "--out", str(out), *QUICK]) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        if os.environ["RANK"] == "0":
+            assert said.err.startswith("mics measure: --out: ")  # nothing that is being measured
+            assert why in said.err
+            assert said.err.count("\n") == 1
+    assert kept.read_text() == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@ranks(2, torchrun=True)
+def test_what_was_measured_is_told_where_the_file_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = os.environ["RANK"] == "0"
+    assert main(["measure", "--out", "/dev/full", *QUICK]) == (2 if first else 0)
+    said = capsys.readouterr()
+    if first:
+        assert "--out /dev/full could not be written (No space left on device); its" in said.err
+        path = tmp_path / "cluster.toml"
+        path.write_text(said.out[said.out.index("\nschema = ") :])
+        assert cluster(str(path)).timings
+        assert "memory: " in said.out
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))

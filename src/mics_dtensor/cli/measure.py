@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mics_dtensor.cli.target import why_not_writable
 from mics_dtensor.errors import ConfigError, PlanError
 from mics_dtensor.plan.calibrate import Measured, added_to_a_unit, cluster_toml, columns, warnings
 from mics_dtensor.plan.cluster import gpu_named, presets
@@ -19,6 +20,7 @@ from mics_dtensor.train.load import load
 
 if TYPE_CHECKING:
     from mics_dtensor.measure.device import Shape
+    from mics_dtensor.measure.survey import Found
 
 SUMMARY = (
     "  measure        what a cluster can do, under torchrun; writes cluster.toml for `mics plan`"
@@ -75,8 +77,6 @@ def run(argv: Sequence[str]) -> str:
         raise PlanError(f"--repetitions {options.repetitions}; give 1 or more")
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         raise PlanError(f"measuring needs ranks: start it with torchrun, e.g. {LAUNCH}")
-    if not options.out.parent.is_dir():
-        raise PlanError(f"--out {options.out}: there is no folder {options.out.parent}")
     return _measured(options, smallest, largest)
 
 
@@ -113,6 +113,7 @@ def _measured(options: argparse.Namespace, smallest: int, largest: int) -> str:
     try:
         if dist.get_world_size() < 2:
             raise ConfigError("one rank has nobody to send to; start two or more")
+        _refuse_unwritable(options.out)
         topology = Topology.detect(ranks_per_node=options.ranks_per_node)
         known = gpu_named(torch.cuda.get_device_name(device)) if device is not None else None
         wanted = Survey(
@@ -126,14 +127,37 @@ def _measured(options: argparse.Namespace, smallest: int, largest: int) -> str:
         found = survey(wanted, topology, device or torch.device("cpu"), _say)
         if dist.get_rank() != 0:
             return ""
-        options.out.write_text(cluster_toml(found.measured), encoding="utf-8")
-        lines = columns(found.measured.timings)
-        if found.hierarchical:
-            lines += ["", "# ours: in two stages, between nodes and inside them"]
-            lines += columns(found.hierarchical)
-        return "\n".join([*lines, "", *told(found.measured), "", f"written: {options.out}"])
+        return written(options.out, found)
     finally:
         dist.destroy_process_group()
+
+
+def _refuse_unwritable(out: Path) -> None:
+    """Collective: rank 0, which writes, looks, and all raise PlanError by its word."""
+    import torch.distributed as dist
+
+    why = [why_not_writable(out) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(why)
+    if why[0] is not None:
+        raise PlanError(f"--out: {why[0]}")
+
+
+def written(out: Path, found: Found) -> str:
+    """Writes the file; what is printed. Raises PlanError where it cannot, all of it printed."""
+    text, lines = cluster_toml(found.measured), columns(found.measured.timings)
+    if found.hierarchical:
+        lines += ["", "# ours: in two stages, between nodes and inside them"]
+        lines += columns(found.hierarchical)
+    lines += ["", *told(found.measured), ""]
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        print("\n".join([*lines, text]), flush=True)
+        raise PlanError(
+            f"--out {out} could not be written ({error.strerror}); its text is the end of the "
+            "output: put that into a file by hand"
+        ) from None
+    return "\n".join([*lines, f"written: {out}"])
 
 
 def told(measured: Measured) -> list[str]:
