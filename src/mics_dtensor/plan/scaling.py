@@ -51,12 +51,12 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     for place, word in enumerate(words):
         if word == "...":
             end = words[place + 1] if place + 1 < len(words) else ""
-            if len(found) < 2 or not end.isdigit() or found[-1] % found[-2]:
+            if len(found) < 2 or not end.isdecimal() or found[-1] % found[-2]:
                 raise PlanError(f'--scale {text}: "..." stands between numbers, as 1,2,4,...,64')
             ratio = found[-1] // found[-2]
             while found[-1] * ratio < int(end):
                 found.append(found[-1] * ratio)
-        elif word.isdigit() and int(word) > (found[-1] if found else 0):
+        elif word.isdecimal() and int(word) > (found[-1] if found else 0):
             found.append(int(word))
         else:
             raise PlanError(f"--scale {text}: numbers of nodes ascend, as 1,2,4,...,64")

@@ -169,7 +169,7 @@ def _activation_checkpoint(config: RunConfig) -> Any:
     if option == "op":
         shapes = list(written.per_op_sac_force_recompute_mm_shapes_by_fqns)
         return SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=shapes, **common)
-    if not option.isdigit():
+    if not option.isdecimal():
         raise unknown_option(option)
     # 0.2.2 took 0 for "every block".
     return EveryNthBlockAC.Config(every=max(1, int(option)), **common)

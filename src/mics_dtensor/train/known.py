@@ -40,7 +40,7 @@ def refuse_unknown(config: RunConfig) -> None:
         raise unknown_optimizer(config.optimizer.name)
     chosen = config.activation_checkpoint
     option = chosen.selective_ac_option
-    if chosen.mode == "selective" and option != "op" and not option.isdigit():
+    if chosen.mode == "selective" and option != "op" and not option.isdecimal():
         raise unknown_option(option)
     model = config.model
     if "." in model.name:
