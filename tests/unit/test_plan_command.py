@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
+from typing import IO
 
 import pytest
 from harness.questions import question
@@ -38,7 +40,18 @@ def test_numbers_of_nodes() -> None:
     assert parse_nodes("1,2,4,...,64") == (1, 2, 4, 8, 16, 32, 64)
     assert parse_nodes("1, 3, ..., 20, 30") == (1, 3, 9, 20, 30)
     assert parse_nodes("5") == (5,)
-    for wrong in ("", "0", "4,2", "1,...,8", "2,3,...,9", "1,2,...", "a", "1,2,..,4"):
+    for wrong in (
+        "",
+        "0",
+        "4,2",
+        "1,...,8",
+        "2,3,...,9",
+        "1,2,...",
+        "a",
+        "1,2,..,4",
+        "²",
+        "1,2,...,²",
+    ):
         with pytest.raises(PlanError, match="--scale"):
             parse_nodes(wrong)
 
@@ -242,17 +255,41 @@ def test_a_run_is_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not a cluster file" in refused(capsys, "--cluster", str(FILE), "--nodes", "2")
 
 
-def test_a_reader_that_has_read_enough_gets_no_traceback() -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    mics = "import sys; from mics_dtensor.cli import main; sys.exit(main())"
-    shown = subprocess.run(
-        [sys.executable, "-c", mics, "explain", str(FILE), "--all"],
-        stdout=writing,
+MICS = "import sys; from mics_dtensor.cli import main; sys.exit(main())"
+
+
+def shown(*arguments: str, to: IO[bytes] | int, **environment: str) -> CompletedProcess[bytes]:
+    """`mics ...` in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", MICS, *arguments],
+        stdout=to,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(FILE.parents[1] / "src")},
+        env={**os.environ, "PYTHONPATH": str(FILE.parents[1] / "src"), **environment},
         timeout=60,
         check=False,
     )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [("--version",), ("explain", str(FILE))])
+def test_an_output_that_takes_nothing_is_one_sentence(arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "wb") as full:
+        done = shown(*arguments, to=full)
+    said = "mics: what is printed could not be written: No space left on device; send it elsewhere"
+    assert (done.returncode, done.stderr.decode()) == (1, f"{said}\n")
+
+
+def test_a_name_that_the_terminal_cannot_show_is_shown_in_escapes(tmp_path: Path) -> None:
+    path = tmp_path / "größe.toml"
+    path.write_text(WRITTEN)
+    done = shown("explain", str(path), to=subprocess.PIPE, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rb"gr\xf6\xdfe.toml" in done.stdout
+
+
+def test_a_reader_that_has_read_enough_gets_no_traceback() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = shown("explain", str(FILE), "--all", to=writing)
     os.close(writing)
-    assert (shown.returncode, shown.stderr) == (0, b"")
+    assert (done.returncode, done.stderr) == (0, b"")
