@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mics_dtensor.errors import ConfigError
+from mics_dtensor.train.known import refuse_unknown
 from mics_dtensor.train.load import Run, load
 
 Write = Callable[[str], str]
@@ -202,3 +203,18 @@ def test_loading_needs_neither_torch_nor_torchtitan(write: Write) -> None:
     source = str(Path(__file__).parents[2] / "src")
     env = {**os.environ, "PYTHONPATH": source}
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=env)
+
+
+def test_a_file_option_that_is_empty_or_misspelt_is_named(write: Write) -> None:
+    file = write("")
+    assert refusal("") == "--config-file has an empty name; give the TOML file of a run"
+    assert refusal(file, "--config-file=").startswith("--config-file has an empty name")
+    for wrong in ("--confg", "--config_fil", "--config-files"):
+        assert refusal(file, wrong, "3") == f"unknown option {wrong}; did you mean --config-file?"
+
+
+def test_a_superscript_is_no_number_of_blocks(write: Write) -> None:
+    text = "[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = '{}'\n"
+    refuse_unknown(loaded(write(text.format("2"))).config)
+    with pytest.raises(ConfigError, match="²"):
+        refuse_unknown(loaded(write(text.format("²"))).config)

@@ -32,6 +32,28 @@ def test_a_link_stays_a_link_and_what_it_leads_to_is_written(tmp_path: Path) -> 
     assert list(tmp_path.rglob("*.new")) == []
 
 
+def test_a_file_that_nobody_may_write_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(TEXT)
+    path.chmod(0o444)
+    ask = ["plan", "--config-file", str(path), "--cluster", "p4d", "--nodes", "2", "--write"]
+    assert main([*ask, "--training.global_batch_size", "32"]) == 2
+    said = f"--write: {path} is not to be written (mode 444); chmod u+w {path}, or give another"
+    assert said in capsys.readouterr().err
+    assert path.read_text() == TEXT
+
+
+def test_a_mark_of_utf_8_before_the_file_is_read_over_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(TEXT, encoding="utf-8-sig")
+    write(path)
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith(f"\ufeff{TEXT[:5]}")
+    assert text.count("\ufeff") == 1
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_lines_end_as_they_did(tmp_path: Path, end: str) -> None:
     path = tmp_path / "run.toml"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mics_dtensor.cli.target import why_not_writable
 from mics_dtensor.errors import ConfigError, PlanError
 from mics_dtensor.plan.question import Question, Variant, has_stages
 from mics_dtensor.train.config import RunConfig, config_keys
@@ -18,6 +19,9 @@ DEGREES = (
     "parallelism.data_parallel_replicate_degree",
     "parallelism.data_parallel_shard_degree",
 )
+
+BOM = "\ufeff"
+"""What some editors put before UTF-8."""
 
 
 def chosen_values(question: Question, variant: Variant) -> dict[str, Any]:
@@ -66,7 +70,8 @@ def write_choice(path: Path, asked: RunConfig, values: Mapping[str, Any]) -> lis
             "--write needs tomlkit: pip install tomlkit; or leave --write out"
         ) from None
     written = path.read_bytes().decode("utf-8")  # with the ends of its lines
-    document = tomlkit.parse(written)
+    mark = BOM * written.startswith(BOM)
+    document = tomlkit.parse(written.removeprefix(mark))
     told = []
     its = document.get("parallelism", {})
     if fixed := [
@@ -89,7 +94,7 @@ def write_choice(path: Path, asked: RunConfig, values: Mapping[str, Any]) -> lis
         document[table][key] = value
         told.append(f"{path}: {name} = {shown(value)} (was {shown(before)})")
     if told:
-        _replace(path, _with_ends_of(written, tomlkit.dumps(document)))
+        _replace(path, mark + _with_ends_of(written, tomlkit.dumps(document)))
     return told or [f"{path}: nothing to change"]
 
 
@@ -102,6 +107,8 @@ def _with_ends_of(before: str, text: str) -> str:
 
 def _replace(path: Path, text: str) -> None:
     """With what `mics` itself can read, and whole; where `path` is a link, what it leads to."""
+    if (why := why_not_writable(path)) is not None:
+        raise PlanError(f"--write: {why}")
     target = path.resolve()
     fresh = target.with_name(target.name + ".new")
     try:

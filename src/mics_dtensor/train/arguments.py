@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,13 @@ def read_arguments(argv: Sequence[str]) -> tuple[Path, dict[str, Any]]:
             raise ConfigError(f"unexpected {option!r}; write --section.key value")
         name = option.removeprefix("--").replace("-", "_")
         if name in FILE_OPTIONS:
-            path = Path(value if has_value else _next(words, option))
+            given = value if has_value else _next(words, option)
+            if not given:
+                raise ConfigError(f"{option} has an empty name; give the TOML file of a run")
+            path = Path(given)
             continue
+        if "." not in name and difflib.get_close_matches(name, FILE_OPTIONS[:1]):
+            raise ConfigError(f"unknown option {option}; did you mean --config-file?")
         name, switched = _switch(name)
         check_known([name], "the command line")
         key = config_keys()[name]

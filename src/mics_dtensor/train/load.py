@@ -96,7 +96,7 @@ def config_from(tables: Mapping[str, Any], source: str) -> RunConfig:
 def _read(path: Path) -> dict[str, Any]:
     """The file's keys by dotted name."""
     try:
-        read = tomllib.loads(path.read_text(encoding="utf-8"))
+        read = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"there is no file {path}; --config-file wants a TOML file") from None
     except (OSError, UnicodeDecodeError) as error:
