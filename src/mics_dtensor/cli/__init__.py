@@ -1,4 +1,7 @@
-"""The command `mics`: one file a subcommand. Errors are one sentence and a status of 2."""
+"""The command `mics`: one file a subcommand. Errors are one sentence and a status of 2.
+
+That the output takes nothing is one too, of 1.
+"""
 
 from __future__ import annotations
 
