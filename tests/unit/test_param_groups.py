@@ -43,7 +43,7 @@ def given(folder: Path, table: str) -> list[str]:
         (f"{NORM}, betas = [0.9]", "it takes two numbers"),
         (f"{NORM}, betas = [0.9, 0.9], beta1 = 0.9", "says a beta twice"),
         (f"{NORM}, beta1 = 1.5", "beta1 in optimizer.param_groups = 1.5; it must be 0 or more"),
-        (f'{NORM}, optimizer_name = "SGD"', "choose from ['Adam', 'AdamW', 'DistMuon']"),
+        (f'{NORM}, optimizer_name = "SGD"', "choose from ['Adam', 'AdamW']"),
     ],
 )
 def test_what_a_table_cannot_say_is_refused_by_both(

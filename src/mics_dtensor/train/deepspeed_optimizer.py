@@ -23,7 +23,7 @@ def optimizer(its: Sought) -> None:
         return
     if str(kind).lower() not in ADAMS:
         its.differs["optimizer.type"] = (
-            "torchtitan trains with Adam, AdamW or DistMuon: [optimizer] is left to you"
+            "the program trains with Adam or AdamW: [optimizer] is left to you"
         )
         for name in (*ADAM_DEFAULTS, "betas"):
             if f"optimizer.params.{name}" in its.given:

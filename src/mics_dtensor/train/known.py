@@ -27,7 +27,8 @@ from mics_dtensor.train.values import shown
 DATA_SETS = ("c4", "c4_test", "c4_validation", PYTHON_DOCS, PYTHON_DOCS_VALIDATION)
 """torchtitan 0.3.0's and ours."""
 
-OPTIMIZERS = ("Adam", "AdamW", "DistMuon")
+OPTIMIZERS = ("Adam", "AdamW")
+"""torchtitan 0.3.0 has DistMuon too, which wants to be told by hand how each parameter is cut."""
 
 
 def refuse_unknown(config: RunConfig) -> None:
@@ -100,7 +101,7 @@ def unknown_flavor(flavor: str, module: str, known: Sequence[str]) -> ConfigErro
 
 
 def unknown_optimizer(name: str) -> ConfigError:
-    """For one that torchtitan's container cannot make."""
+    """For one that the program cannot make."""
     return ConfigError(f"optimizer.name = {shown(name)}; choose from {list(OPTIMIZERS)}")
 
 

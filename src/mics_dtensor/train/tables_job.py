@@ -144,7 +144,7 @@ class Parallelism:
 class Optimizer:
     """[optimizer]"""
 
-    name: str = key("AdamW", "Adam, AdamW, DistMuon")
+    name: str = key("AdamW", "Adam or AdamW")
     lr: float = key(8e-4, "learning rate")
     beta1: float = key(0.9, "decay of the first moment")
     beta2: float = key(0.95, "decay of the second moment")
