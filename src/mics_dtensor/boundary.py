@@ -45,7 +45,6 @@ class Boundary:
         self.units = units
         self.message = message
         self.early = early
-        self.static = static
         # In the order of the backward, last unit first, so that early buckets can leave early.
         self.gradients: dict[Unit, list[Gradient]] = {
             unit: [
@@ -160,8 +159,6 @@ class Boundary:
         self._send_zeros(staged=True)
         self.may_leave = False
         self._wait_for_lost()
-        for gradient in self if self.static else ():
-            gradient.abandon()  # what was in flight lies in `.grad`
 
     def _send_zeros(self, *, staged: bool) -> None:
         """For what has not left; what goes in stages waits for others as it starts."""

@@ -154,11 +154,11 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, without its foreach, which knows no sums that are still in parts."""
-        for slot in () if set_to_none else self._slots.values():
-            if slot.parameter.grad is not None:
-                local_of(slot.parameter.grad).zero_()
         if set_to_none:
             super().zero_grad()
+            return
+        for gradient in (p.grad for p in self._slots if p.grad is not None):
+            local_of(gradient).zero_()
 
     def wait(self) -> None:
         """Until all shards are whole: before parameters are read or written by hand.
